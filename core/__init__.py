@@ -1,0 +1,1 @@
+"""What the product is: planning, streaming and the optimizers that stream."""

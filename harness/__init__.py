@@ -1,0 +1,1 @@
+"""What proves the product, shipped so that others can use it too."""
