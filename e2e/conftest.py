@@ -1,0 +1,15 @@
+"""`pytest -m unit` must collect on a machine without Megatron; `-m e2e` there must fail, not pass unnoticed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    wants_unit_only = config.option.markexpr.strip() == "unit"
+    if wants_unit_only and importlib.util.find_spec("megatron") is None:
+        return True
+    return None
