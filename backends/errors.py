@@ -72,3 +72,16 @@ class TransferError(StorageError):
 
 class MissingFileError(StorageError):
     """A file that should be there is not."""
+
+
+class StorageWarning(UserWarning):
+    """The storage works, but not as well as the user is likely to expect."""
+
+
+class InMemoryWarning(StorageWarning):
+    """Files on this filesystem live in RAM, so streaming to them saves no memory."""
+
+
+class UnreservedSpaceWarning(StorageWarning):
+    """This filesystem cannot reserve space: a disk that others fill can still fail a write in the middle
+    of a run."""

@@ -53,7 +53,8 @@ class StoredFile(ABC):
 
     @abstractmethod
     def write_from(self, offset: int, buffer: memoryview) -> None:
-        """Write all of `buffer` at `offset`. Writing past `size_bytes` is a `TransferError`, nothing written."""
+        """Write all of `buffer` at `offset`. Writing past `size_bytes` is a `TransferError`, nothing
+        written."""
 
     @abstractmethod
     def sync(self) -> None:
