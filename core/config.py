@@ -8,6 +8,7 @@ Imports no torch: checking a configuration must answer at once.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -77,6 +78,16 @@ class Flag:
         if self.kind is Kind.PATHS and isinstance(value, list | tuple):
             return all(isinstance(path, str) for path in value)
         return isinstance(value, str)
+
+    def as_arguments(self, value: object) -> tuple[str, ...]:
+        """The words that give the flag this value on a command line; none for an unset one."""
+        if value is None or (self.kind is Kind.SWITCH and not value):
+            return ()
+        if self.is_boolean:
+            return (self.name if value else f"--no-{self.name.removeprefix('--')}",)
+        if self.kind is Kind.PATHS and not isinstance(value, str):
+            value = os.pathsep.join(value)
+        return (self.name, str(value))
 
     def add_to(self, container: argparse._ActionsContainer) -> None:
         """Add it to a parser or an argument group. Raises argparse.ArgumentError if it is there already."""
