@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 
 from optstream.backends.claim import CLAIM_NAME, PRIVATE_FILE, Claim, check_subdirectory, sweep
@@ -78,9 +79,12 @@ class NvmeBackend(Backend):
             raise ValueError(f"size_bytes is {size_bytes}, which is negative")
         self._check_space(name, size_bytes)
         self._remove_if_present(name)
-        file = self._open_file(name, os.O_CREAT | os.O_EXCL, size_bytes=0)
         try:
-            file.reserve(size_bytes, allocate=self._filesystem.reserves_space)
+            file = self._open_file(name, os.O_CREAT | os.O_EXCL, size_bytes=size_bytes)
+        except FileNotFoundError as error:
+            raise storage_error("create", self._path(name), error) from error
+        try:
+            file.reserve(allocate=self._filesystem.reserves_space)
         except BaseException:
             file.close()
             self._remove_if_present(name)
@@ -90,22 +94,9 @@ class NvmeBackend(Backend):
     def open(self, name: str) -> StoredFile:
         self._check_name(name)
         try:
-            status = self._system.stat(name, dir_fd=self._claim.directory, follow_symlinks=False)
+            return self._open_file(name, 0, size_bytes=None)
         except FileNotFoundError as error:
             raise self._missing(name, "open") from error
-        except OSError as error:
-            raise storage_error("open", self._path(name), error) from error
-        me = self._system.geteuid()
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != me:
-            foreign = f"it belongs to user {status.st_uid} and this process runs as user {me}"
-            raise DirectoryError(
-                f"{self._path(name)} is refused",
-                why="it is not a plain file" if not stat.S_ISREG(status.st_mode) else foreign,
-                remedy="Remove it by hand, and find out who put it there",
-                path=self._path(name),
-                operation="open",
-            )
-        return self._open_file(name, 0, size_bytes=status.st_size)
 
     def remove(self, name: str) -> None:
         self._check_name(name)
@@ -147,28 +138,59 @@ class NvmeBackend(Backend):
             file.close()
         self._claim.release(remove_everything=remove_files)
 
-    def _open_file(self, name: str, flags: int, *, size_bytes: int) -> NvmeFile:
-        directory, info = self._claim.directory, self._filesystem
-        direct = self._system.direct_flag if info.bypasses_page_cache else 0
-        try:
-            descriptor = self._system.open(name, FILE_FLAGS | flags | direct, PRIVATE_FILE, dir_fd=directory)
-            if info.bypasses_page_cache and not direct:
-                self._system.disable_cache(descriptor)
-        except OSError as error:
-            raise storage_error("open", self._path(name), error) from error
+    def _open_file(self, name: str, flags: int, *, size_bytes: int | None) -> NvmeFile:
+        """`size_bytes`: what a new file will have; None: take it from the file. Lets FileNotFoundError
+        through."""
+        system, info = self._system, self._filesystem
+        direct = system.direct_flag if info.bypasses_page_cache else 0
+        buffered = None
+        with ExitStack() as undo:
+            try:
+                descriptor = self._open_descriptor(name, FILE_FLAGS | flags | direct)
+                undo.callback(system.close, descriptor)
+                status = system.fstat(descriptor)
+                self._refuse_foreign(name, status)
+                size_bytes = status.st_size if size_bytes is None else size_bytes
+                if info.bypasses_page_cache and not direct:
+                    system.disable_cache(descriptor)
+                if direct and size_bytes % info.alignment_bytes:
+                    buffered = self._open_descriptor(name, FILE_FLAGS)
+                    undo.callback(system.close, buffered)
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                raise storage_error("open", self._path(name), error) from error
+            undo.pop_all()
         file = NvmeFile(
-            self._system,
+            system,
             name,
             self._path(name),
             size_bytes,
             descriptor,
+            buffered=buffered,
             direct=bool(direct),
             alignment_bytes=info.alignment_bytes,
             patch_lock=self._patch_lock,
-            open_buffered=partial(self._system.open, name, FILE_FLAGS, dir_fd=directory),
+            sync_name=partial(system.sync, self._claim.directory) if flags & os.O_CREAT else None,
         )
         self._open_files.add(file)
         return file
+
+    def _open_descriptor(self, name: str, flags: int) -> int:
+        return self._system.open(name, flags, PRIVATE_FILE, dir_fd=self._claim.directory)
+
+    def _refuse_foreign(self, name: str, status: os.stat_result) -> None:
+        me = self._system.geteuid()
+        if stat.S_ISREG(status.st_mode) and status.st_uid == me:
+            return
+        foreign = f"it belongs to user {status.st_uid} and this process runs as user {me}"
+        raise DirectoryError(
+            f"{self._path(name)} is refused",
+            why=foreign if stat.S_ISREG(status.st_mode) else "it is not a plain file",
+            remedy="Find out who put it there, and remove it",
+            path=self._path(name),
+            operation="open",
+        )
 
     def _check_space(self, name: str, size_bytes: int) -> None:
         directory = self._claim.directory

@@ -37,7 +37,8 @@ class NvmeFile(StoredFile):
     """A file of the nvme backend. `direct` says whether `descriptor` was opened with O_DIRECT.
 
     patch_lock: held while a block is read, patched and written back; shared by all handles of the file.
-    open_buffered: opens the second descriptor, the first time that the last block needs it.
+    sync_name: makes a new file's name durable; called once, by the first sync.
+    buffered: the second descriptor, for the odd last block of a file opened with O_DIRECT; else None.
     """
 
     def __init__(
@@ -48,19 +49,20 @@ class NvmeFile(StoredFile):
         size_bytes: int,
         descriptor: int,
         *,
+        buffered: int | None,
         direct: bool,
         alignment_bytes: int,
         patch_lock: threading.Lock,
-        open_buffered: Callable[[], int],
+        sync_name: Callable[[], None] | None = None,
     ) -> None:
         self.name, self.path, self.size_bytes = name, path, size_bytes
         self._system, self._descriptor, self._direct = system, descriptor, direct
         self._alignment = alignment_bytes
-        self._patch_lock, self._open_buffered = patch_lock, open_buffered
-        self._buffered: int | None = None
+        self._patch_lock, self._buffered = patch_lock, buffered
         self._state_lock = threading.Lock()
         self._in_flight = 0
         self._closed = False
+        self._sync_name = sync_name
         self._sync_failure: StorageError | None = None
 
     # The contract
@@ -87,6 +89,9 @@ class NvmeFile(StoredFile):
                 raise self._sync_failure
             try:
                 self._system.sync(self._descriptor)
+                if self._sync_name is not None:
+                    self._sync_name()
+                    self._sync_name = None
             except OSError as error:
                 self._sync_failure = storage_error("sync", self.path, error)
                 raise self._sync_failure from error
@@ -100,25 +105,26 @@ class NvmeFile(StoredFile):
         if idle:
             self._close_descriptors()
 
-    def reserve(self, size_bytes: int, *, allocate: bool) -> None:
-        """Give the empty file its size, reading as zeros, with blocks under it if `allocate`. Raises
-        SpaceError."""
-        self.size_bytes = size_bytes
-        if size_bytes == 0:
+    def reserve(self, *, allocate: bool) -> None:
+        """Give the empty file its size, reading as zeros, with blocks under it if `allocate`.
+
+        Raises SpaceError on a full disk.
+        """
+        if self.size_bytes == 0:
             return
         try:
             if not allocate:
-                self._system.ftruncate(self._descriptor, size_bytes)
+                self._system.ftruncate(self._descriptor, self.size_bytes)
                 return
             try:
-                self._system.reserve(self._descriptor, size_bytes)
+                self._system.reserve(self._descriptor, self.size_bytes)
             except OSError as error:
                 if error.errno not in CANNOT_RESERVE:
                     raise
-                self._system.ftruncate(self._descriptor, size_bytes)
+                self._system.ftruncate(self._descriptor, self.size_bytes)
                 self._write_zeros()
         except OSError as error:
-            raise self._failure("write", 0, size_bytes, error) from error
+            raise self._failure("write", 0, self.size_bytes, error) from error
 
     # Opening and closing around transfers in flight
 
@@ -147,14 +153,6 @@ class NvmeFile(StoredFile):
         self._system.close(self._descriptor)
         if self._buffered is not None:
             self._system.close(self._buffered)
-
-    def _buffered_descriptor(self) -> int:
-        if not self._direct:
-            return self._descriptor
-        with self._state_lock:
-            if self._buffered is None:
-                self._buffered = self._open_buffered()
-            return self._buffered
 
     # Transfers
 
@@ -217,7 +215,7 @@ class NvmeFile(StoredFile):
         for kind, start, stop in self._pieces(offset, len(view)):
             target = view[start - offset : stop - offset]
             if kind == "tail":
-                self._exact("read", self._buffered_descriptor(), start, target)
+                self._exact("read", self._buffered, start, target)
                 continue
             bounce = bounce or self._bounce_buffer(len(view))
             first = start // self._alignment * self._alignment
@@ -230,7 +228,7 @@ class NvmeFile(StoredFile):
         for kind, start, stop in self._pieces(offset, len(view)):
             source = view[start - offset : stop - offset]
             if kind == "tail":
-                self._exact("write", self._buffered_descriptor(), start, source)
+                self._exact("write", self._buffered, start, source)
                 continue
             bounce = bounce or self._bounce_buffer(len(view))
             if kind == "whole":

@@ -11,6 +11,7 @@ import mmap
 import os
 
 import numpy as np
+
 from optstream.backends.claim import PRIVATE_FILE
 from optstream.backends.interface import FilesystemInfo
 from optstream.backends.oserrors import DISK_FULL, space_error, storage_error
