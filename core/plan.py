@@ -6,11 +6,13 @@ bucket is the unit that streams. Each bucket is one file:
     [ main | exp_avg | exp_avg_sq | trailer ]      every part padded to the backend's alignment
 
 so that a whole bucket is one contiguous range, and the first step, which needs no moments, reads a prefix.
+The trailer says what the rest should be: see `integrity.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -115,10 +117,21 @@ class Extent:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """The unit of one transfer and of one checksum: a byte range inside one segment of a bucket's file."""
+
+    index: int
+    segment: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Layout:
-    """Where one bucket's parts lie in its file, in bytes. A slot in memory has the same layout."""
+    """Where one bucket's parts lie in its file, in bytes. A place in memory has the same layout."""
 
     segments: dict[str, Extent]
+    chunks: tuple[Chunk, ...]
     trailer: Extent
 
     @property
@@ -126,23 +139,44 @@ class Layout:
         return self.trailer.end
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the segments, padding included: what a slot on the device holds."""
+        return self.trailer.offset
+
+    @property
     def payload_bytes(self) -> int:
         return sum(extent.payload_bytes for extent in self.segments.values())
 
 
-TRAILER_BYTES = 4096
+# A tensor view of any stored type starts aligned, and so does a cache line.
+MEMORY_ALIGNMENT_BYTES = 64
 
 
-def bucket_layout(bucket: Bucket, element_bytes: dict[str, int], alignment_bytes: int) -> Layout:
-    """Lay out one bucket. `element_bytes` gives each segment's stored bytes per element.
+def bucket_layout(
+    bucket: Bucket,
+    element_bytes: dict[str, int],
+    *,
+    alignment_bytes: int,
+    chunk_bytes: int,
+    trailer_bytes: Callable[[int], int],
+) -> Layout:
+    """Lay out one bucket.
 
-    Segments also start at multiples of 64 bytes, so that tensor views of any stored type are aligned.
+    element_bytes: each segment's stored bytes per element.
+    alignment_bytes: of the backend; segments, chunks and the trailer start and end at multiples of it.
+    chunk_bytes: the most one transfer moves (rounded up to the alignment).
+    trailer_bytes: how large a trailer for that many chunks is.
     """
-    alignment = max(64, alignment_bytes)
+    alignment = math.lcm(MEMORY_ALIGNMENT_BYTES, alignment_bytes)
+    chunk_size = round_up(chunk_bytes, alignment)
     segments: dict[str, Extent] = {}
+    chunks: list[Chunk] = []
     offset = 0
     for name in SEGMENTS:
         size = round_up(bucket.numel * element_bytes[name], alignment)
         segments[name] = Extent(offset, size, bucket.payload_numel * element_bytes[name])
+        for start in range(offset, offset + size, chunk_size):
+            chunks.append(Chunk(len(chunks), name, start, min(chunk_size, offset + size - start)))
         offset += size
-    return Layout(segments, Extent(offset, round_up(TRAILER_BYTES, alignment), 0))
+    trailer = Extent(offset, round_up(trailer_bytes(len(chunks)), alignment), 0)
+    return Layout(segments, tuple(chunks), trailer)

@@ -210,9 +210,26 @@ class Schedule:
         return [bucket.index for bucket in self._buckets if bucket.dirty]
 
     @property
+    def waiting_for(self) -> Stage | None:
+        """What holds up the next update: the next bucket's READ or UPLOAD, or a WRITE or DOWNLOAD that will
+        make room for it. None where nothing does."""
+        if not self._updating:
+            return None
+        head = self._order[self._next_update]
+        stages = {command.bucket: command.stage for command in self.outstanding}
+        if head in stages:
+            return stages[head]
+        return next((stage for stage in stages.values() if stage in (Stage.WRITE, Stage.DOWNLOAD)), None)
+
+    @property
     def held(self) -> dict[int, int]:
         """The buckets that own a place, and which."""
         return {bucket.index: bucket.place for bucket in self._buckets if bucket.place is not None}
+
+    @property
+    def held_slots(self) -> set[int]:
+        """The slots that hold a bucket."""
+        return {bucket.slot for bucket in self._buckets if bucket.slot is not None}
 
     # ---- decisions ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,196 @@
+"""StreamingAdamW: torch.optim.AdamW for plain torch parameters, with its state in files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from optstream.backends.interface import Backend
+from optstream.core.config import StreamConfig
+from optstream.core.errors import OptstreamError, UnsupportedError
+from optstream.core.formats import moment_warning
+from optstream.core.plan import Entry, Piece
+from optstream.core.records import StepRecord
+from optstream.core.streamer import StateStreamer
+
+_instances = itertools.count()
+
+
+class StreamingAdamW(torch.optim.AdamW):
+    """AdamW whose fp32 main params and moments live in files and stream through the device during `step`.
+
+    Bit for bit what `torch.optim.AdamW` does: on fp32 params directly; for bf16 and fp16 params on fp32 main
+    params, which start from them and are copied back into them after every update, with gradients upcast.
+
+    params: parameters or param groups, as for AdamW. Groups may differ in lr, betas, eps and weight_decay,
+        and schedulers may change them; frozen params are left alone; more groups cannot be added later.
+    config: where and how to stream. Other keywords are AdamW's.
+    backend: an already claimed storage backend, instead of the config's directories.
+
+    `state` stays empty: `state_dict` says so by refusing, since a dict without moments would resume wrongly.
+    Params changed in place between steps (weights loaded, for instance) are noticed, and the next step starts
+    from them. `close` removes the files; so does the end of the process.
+
+    Raises UnsupportedError for sparse or complex params, amsgrad and the like; storage errors as typed.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        config: StreamConfig,
+        *,
+        lr: float = 1e-3,
+        backend: Backend | None = None,
+        staged: bool | None = None,
+        **adamw: Any,
+    ) -> None:
+        self._streamer: StateStreamer | None = None
+        super().__init__(params, lr=lr, **adamw)
+        self._entries: list[Entry] = []
+        self._params: list[torch.nn.Parameter] = []
+        for index, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                self._admit(param, index)
+        if not self._params:
+            raise UnsupportedError("there is nothing to stream", why="no parameter requires a gradient")
+        devices = {param.device for param in self._params}
+        if len(devices) > 1:
+            raise UnsupportedError(
+                "the parameters are on several devices",
+                why=", ".join(sorted(map(str, devices))),
+                remedy="Use one StreamingAdamW for each device",
+            )
+        for beta2 in {group["betas"][1] for group in self.param_groups}:
+            if message := moment_warning(config.moment_dtype, float(beta2)):
+                warnings.warn(message, stacklevel=2)
+        self._streamer = StateStreamer(
+            config,
+            self,
+            self._entries,
+            self._values,
+            device=devices.pop(),
+            subdirectory=f"torch/pid{os.getpid()}/optimizer{next(_instances)}",
+            staged=staged,
+            backend=backend,
+            update_class=torch.optim.AdamW,
+        )
+        self._versions = [param._version for param in self._params]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update. Raises typed storage errors; after one, PoisonedError until the state is restored."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._changed_outside():
+            self.reload_model_params()
+        updated = [entry for entry, param in enumerate(self._params) if param.grad is not None]
+        if sparse := [self._entries[entry].name for entry in updated if self._params[entry].grad.is_sparse]:
+            raise UnsupportedError(f"sparse gradients cannot be streamed ({', '.join(sparse)})")
+        self.streamer.step(self._gradient, self._publish, updated)
+        self._versions = [param._version for param in self._params]
+        return loss
+
+    @property
+    def streamer(self) -> StateStreamer:
+        if self._streamer is None:
+            raise OptstreamError("the optimizer is closed", remedy="Construct a new StreamingAdamW")
+        return self._streamer
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """What each step moved and how long it took."""
+        return self.streamer.engine.records
+
+    def reload_model_params(self) -> None:
+        """Take the main params anew from the parameters; moments and step counts stay."""
+        self.streamer.reload(self._values)
+        self._versions = [param._version for param in self._params]
+
+    def full_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """main, exp_avg, exp_avg_sq (fp32, the parameter's shape) and step of every parameter, by entry name.
+
+        All of it in host memory at once: for tests and small models."""
+        found = {
+            entry.name: {
+                **{key: torch.empty(entry.numel) for key in ("main", "exp_avg", "exp_avg_sq")},
+                "step": self.streamer.counts.entries[index],
+            }
+            for index, entry in enumerate(self._entries)
+        }
+        for part in self.streamer.state():
+            target = found[self._entries[part.piece.entry].name]
+            for key in ("main", "exp_avg", "exp_avg_sq"):
+                target[key][part.piece.start : part.piece.stop] = getattr(part, key)
+        for index, entry in enumerate(self._entries):
+            for key in ("main", "exp_avg", "exp_avg_sq"):
+                found[entry.name][key] = found[entry.name][key].view(self._params[index].shape)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "StreamingAdamW has no state_dict",
+            why="its state is in files, and a dict without it would resume wrongly",
+            remedy="Save the streamed state itself",
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise UnsupportedError(
+            "StreamingAdamW cannot load a state_dict",
+            why="its state is in files",
+            remedy="Load the streamed state itself",
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._streamer is not None:
+            raise UnsupportedError(
+                "a param group cannot be added to a StreamingAdamW",
+                why="its files are laid out when it is constructed",
+                remedy="Pass all groups to the constructor",
+            )
+        super().add_param_group(param_group)
+
+    def close(self) -> None:
+        """Remove the files. Idempotent."""
+        if self._streamer is not None:
+            self._streamer.close()
+            self._streamer = None
+
+    def _admit(self, param: torch.nn.Parameter, group: int) -> None:
+        if not param.requires_grad:
+            return
+        name = f"group{group}.param{len(self._params)}"
+        if not param.is_floating_point() or param.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{name} cannot be streamed", why=f"it is {param.dtype}, {param.layout}, not a dense float"
+            )
+        if param.dtype is torch.float64:
+            raise UnsupportedError(f"{name} cannot be streamed", why="it is float64 and main params are fp32")
+        if not param.is_contiguous():
+            raise UnsupportedError(
+                f"{name} cannot be streamed",
+                why="it is not contiguous",
+                remedy="Call .contiguous() on it first",
+            )
+        if param.numel():
+            self._entries.append(Entry(name, param.numel(), group))
+            self._params.append(param)
+
+    def _changed_outside(self) -> bool:
+        return any(p._version != seen for p, seen in zip(self._params, self._versions, strict=True))
+
+    def _values(self, piece: Piece) -> torch.Tensor:
+        return self._params[piece.entry].detach().view(-1)[piece.start : piece.stop]
+
+    def _gradient(self, piece: Piece) -> torch.Tensor | None:
+        grad = self._params[piece.entry].grad
+        return None if grad is None else grad.reshape(-1)[piece.start : piece.stop].float()
+
+    def _publish(self, piece: Piece, main: torch.Tensor) -> None:
+        self._values(piece).copy_(main)
