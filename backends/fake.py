@@ -20,6 +20,7 @@ import os
 import random
 import stat
 import threading
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -280,6 +281,10 @@ class FakeSystem(System):
 
     def close_lock(self, descriptor: int) -> None:
         self.close(descriptor)
+
+    def sleep(self, seconds: float) -> None:
+        # Only threads of this process use the disk, so nobody needs long to finish.
+        time.sleep(seconds / 20)
 
     def geteuid(self) -> int:
         from pyfakefs.helpers import get_uid
