@@ -23,10 +23,11 @@ _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages"})
 def load_text(path: str | os.PathLike | None = None, *, bytes_max: int = TEXT_BYTES_MAX) -> torch.Tensor:
     """The first `bytes_max` bytes of a text file, or of a directory's text files in the order of their paths.
 
-    Without a path: the running Python's own standard-library source. Files that hold a NUL byte are binary; in a
-    directory they are passed over. Returns a 1-D uint8 tensor.
+    Without a path: the running Python's own standard-library source. Files that hold a NUL byte are binary;
+    in a directory they are passed over. Returns a 1-D uint8 tensor.
 
-    Raises DataError if the path is missing or unreadable, the file empty or binary, or the directory without text.
+    Raises DataError if the path is missing or unreadable, the file empty or binary, or the directory without
+    text.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])

@@ -8,7 +8,8 @@ __all__ = ["ConfigurationError", "DataError", "OptstreamError", "RankError"]
 
 
 class ConfigurationError(OptstreamError):
-    """A training configuration that cannot run: a world that does not divide, a feature that does not combine."""
+    """A training configuration that cannot run: a world that does not divide, a feature that does not
+    combine."""
 
 
 class DataError(OptstreamError):

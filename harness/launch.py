@@ -1,14 +1,17 @@
-"""Runs a function on several ranks of one machine, on simulated or real GPUs, and brings back results or the error.
+"""Runs a function on several ranks of one machine, on simulated or real GPUs: results come back, or the
+error.
 
-One rank runs in this process. More are spawned, so their function must be importable and a script needs a
-`__main__` guard. Ranks meet over a file in a private directory, which leaves no port to race for. When one rank fails,
-the others are ended at once and its error is raised here; ranks end by themselves should this process die.
+One rank runs in this process. More are processes of their own, so their function must be importable and a
+script needs a `__main__` guard. Ranks meet over a file in a private directory, which leaves no port to race
+for. When one rank fails, the others are ended at once and its error is raised here; ranks end by themselves
+should this process die.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.context
 import os
 import pickle
 import signal
@@ -31,8 +34,12 @@ from optstream.harness.simulated_cuda import simulated_cuda
 
 Hardware = Literal["simulated", "gpu"]
 
-# How long the first failure waits for one that explains it: peers of a failed rank fail, too, by lost connections.
+# How long the first failure waits for one that explains it: peers of a failed rank fail, too, by lost
+# connections.
 EXPLANATION_S = 0.5
+# Imported once by the server that simulated ranks are forked from. Megatron's import takes seconds, and every
+# rank would spend them at the same time.
+PRELOADED = ["optstream.harness.training_state"]
 # How long an ended rank may take before it is killed.
 TERMINATION_S = 5.0
 
@@ -44,13 +51,14 @@ def run_ranks(
     hardware: Hardware = "simulated",
     collective_timeout_s: float = 600.0,
 ) -> list[Any]:
-    """Calls `function(rank, *args)` on every rank, inside an initialised torch.distributed world of that size.
+    """Calls `function(rank, *args)` on every rank, inside an initialised torch.distributed world of that
+    size.
 
-    `hardware="simulated"` runs under `simulated_cuda` over gloo; `"gpu"` on one GPU per rank over NCCL. Returns the
-    results in the order of ranks.
+    `hardware="simulated"` runs under `simulated_cuda` over gloo; `"gpu"` on one GPU per rank over NCCL.
+    Returns the results in the order of ranks.
 
-    Raises ConfigurationError if the world cannot be started; a rank's own OptstreamError, its message naming the rank;
-    RankError for anything else that ended a rank.
+    Raises ConfigurationError if the world cannot be started; a rank's own OptstreamError, its message naming
+    the rank; RankError for anything else that ended a rank.
     """
     if ranks < 1:
         raise ConfigurationError(f"{ranks} ranks cannot run", why="it must be at least 1")
@@ -65,16 +73,17 @@ def run_ranks(
             return [function(0, *args)]
     with tempfile.TemporaryDirectory(prefix="optstream-ranks-") as folder:
         store_path = str(Path(folder, "store"))
-        processes = _Processes(ranks, (function, ranks, store_path, hardware, collective_timeout_s, args))
+        task = (function, ranks, store_path, hardware, collective_timeout_s, args)
+        processes = _Processes(ranks, hardware, task)
         with contextlib.closing(processes):
             return processes.results()
 
 
 class _Processes:
-    """The spawned ranks, each with a pipe on which it reports once."""
+    """The running ranks, each with a pipe on which it reports once."""
 
-    def __init__(self, ranks: int, task: tuple) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, ranks: int, hardware: Hardware, task: tuple) -> None:
+        context = _process_context(hardware)
         self._pipes: dict[Connection, int] = {}
         self._processes = []
         try:
@@ -140,6 +149,15 @@ class _Processes:
             pipe.close()
 
 
+def _process_context(hardware: Hardware) -> multiprocessing.context.BaseContext:
+    if hardware == "gpu" or sys.platform == "darwin":  # neither CUDA nor macOS's frameworks survive a fork
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Has an effect on the first call. The server keeps the environment variables of that moment.
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 def _exit_reason(exit_code: int | None) -> str:
     if exit_code is not None and exit_code < 0:
         return f"killed by {signal.Signals(-exit_code).name}"
@@ -175,7 +193,8 @@ def _rank_main(
             try:
                 report = pickle.dumps(_Success(function(rank, *args)))
             except BaseException as error:
-                # Reported while the world stands: peers must not see lost connections before the cause is known.
+                # Reported while the world stands: peers must not see lost connections before the cause is
+                # known.
                 _report_failure(pipe, error, rank)
         pipe.send_bytes(report)
     except BaseException as error:

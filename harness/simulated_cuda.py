@@ -3,13 +3,14 @@
     with simulated_cuda():
         ...  # build and train with megatron.core; process groups use gloo
 
-Megatron-Core asks `torch.cuda` for the device, streams, events and random state wherever it runs. Each `Shim` below
-answers one such question on the CPU and says what breaks without it; `torch_shims()` and `megatron_shims()` are
-the whole list. Everything is put back when the outermost context exits, also by an exception.
+Megatron-Core asks `torch.cuda` for the device, streams, events and random state wherever it runs. Each `Shim`
+below answers one such question on the CPU and says what breaks without it; `torch_shims()` and
+`megatron_shims()` are the whole list. Everything is put back when the outermost context exits, also by an
+exception.
 
-What is *not* simulated: `torch.cuda.is_available()` stays False and `device_count()` stays 0, so code that looks first keeps
-its CPU path; tensors stay `device="cpu"` with `is_cuda` False; streams run in program order, so a missing
-synchronisation is not caught here; the "CUDA" generator is the CPU's default one.
+What is *not* simulated: `torch.cuda.is_available()` stays False and `device_count()` stays 0, so code that
+looks first keeps its CPU path; tensors stay `device="cpu"` with `is_cuda` False; streams run in program
+order, so a missing synchronisation is not caught here; the "CUDA" generator is the CPU's default one.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ import torch
 CPU = torch.device("cpu")
 
 # Every factory by which Megatron places a tensor on device "cuda". One that is missing here fails loudly.
+# fmt: off
 FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like rand rand_like "
-    "randint randn randn_like randperm tensor tril_indices triu_indices zeros zeros_like"
-).split()
+    "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like",
+    "linspace", "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm",
+    "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
+)
+# fmt: on
 TENSOR_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
@@ -210,7 +214,7 @@ def torch_shims() -> tuple[Shim, ...]:
             tensor,
             "type",
             _type(tensor.type),
-            "optimizers sort params by names like 'torch.cuda.FloatTensor'",
+            "optimizers sort params by names: 'torch.cuda.FloatTensor'",
         ),
         # A device and not an ordinal, so that every `device=torch.cuda.current_device()` means the CPU.
         Shim(cuda, "current_device", lambda: CPU, initialises),
@@ -230,7 +234,7 @@ def torch_shims() -> tuple[Shim, ...]:
             torch,
             "compile",
             _uncompiled,
-            "its table of torch's functions trips over stand-ins, and would keep them",
+            "its table of torch's functions trips over stand-ins",
         ),
         Shim(cuda, "get_rng_state", _get_rng_state, initialises),
         Shim(cuda.random, "get_rng_state", _get_rng_state, "Megatron's RNG tracker reads it by this path"),
@@ -239,14 +243,15 @@ def torch_shims() -> tuple[Shim, ...]:
             cuda,
             "manual_seed",
             _manual_seed,
-            "queued until CUDA initialises, so initial weights are unseeded",
+            "silent: queued until CUDA initialises, so nothing is seeded",
         ),
     )
 
 
 @contextlib.contextmanager
 def quiet_megatron_import() -> Iterator[None]:
-    """Holds back the warnings, one per module and rank, that Megatron runs without TransformerEngine and Apex."""
+    """Holds back the warnings, one per module and rank, that Megatron runs without TransformerEngine and
+    Apex."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|absl).*")
         yield
@@ -258,6 +263,8 @@ def megatron_shims() -> tuple[Shim, ...]:
         from megatron.core import jit
         from megatron.core.tensor_parallel import random
         from megatron.core.transformer.moe import moe_utils, shared_experts, token_dispatcher
+
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
 
     @functools.wraps(moe_utils.maybe_move_tensor_to_cpu)
     def move_to_cpu(tensor, as_numpy=False, record_stream=False):
@@ -280,15 +287,10 @@ def megatron_shims() -> tuple[Shim, ...]:
             jit,
             "jit_fuser",
             jit.noop_decorator,
-            "is torch.compile, for modules imported during the simulation",
+            "is torch.compile, for modules imported from here on",
         ),
         # Both classes cache a stream in themselves. The stand-in must not outlive the simulation.
-        Shim(
-            token_dispatcher.MoEAlltoAllTokenDispatcher,
-            "cuda_dtoh_stream",
-            Stream(),
-            "keeps a stand-in stream",
-        ),
+        Shim(dispatcher, "cuda_dtoh_stream", Stream(), "keeps a stand-in stream"),
         Shim(shared_experts.SharedExpertMLP, "stream", Stream(), "keeps a stand-in stream"),
     ]
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -315,7 +317,8 @@ _ABSENT: Any = object()
 
 
 def _apply(shim: Shim) -> Callable[[], None]:
-    """Applies one shim and returns what undoes it. Inherited and missing attributes are deleted, not set back."""
+    """Applies one shim and returns what undoes it. Inherited and missing attributes are deleted, not set
+    back."""
     before = vars(shim.owner).get(shim.name, _ABSENT)
     setattr(shim.owner, shim.name, shim.replacement)
     if before is _ABSENT:
@@ -337,7 +340,10 @@ _undo = contextlib.ExitStack()
 
 def _start() -> contextlib.ExitStack:
     with contextlib.ExitStack() as stack:
-        # Megatron is imported before torch is touched, so that no module of it captures a stand-in for good.
+        # First, since it imports torch's compiler, which trips over stand-ins. It is for what was compiled
+        # before: Megatron's fusions, each of which would start a C++ compiler on the CPU.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # Megatron is imported before torch is touched, so that its modules do not keep stand-ins.
         shims = (*(megatron_shims() if _has_megatron() else ()), *torch_shims())
         for shim in shims:
             stack.callback(_apply(shim))
@@ -347,8 +353,6 @@ def _start() -> contextlib.ExitStack:
         )
         rng_logger.addFilter(rng_filter)
         stack.callback(rng_logger.removeFilter, rng_filter)
-        # Of what was compiled before: Megatron's fusions, each of which would start a C++ compiler on the CPU.
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
         return stack.pop_all()
 
 

@@ -1,8 +1,8 @@
 """A small Megatron GPT trainer: a byte-level model on real text, with the distributed optimizer.
 
-It knows nothing of streaming. Whoever wants the optimizer state elsewhere passes `construction`, a context around the
-making of the optimizer, and `after_construction`, which is called with it. Everything else is Megatron's own code, the
-same on GPUs and under `simulated_cuda`.
+It knows nothing of streaming. Whoever wants the optimizer state elsewhere passes `construction`, a context
+around the making of the optimizer, and `after_construction`, which is called with it. Everything else is
+Megatron's own code, the same on GPUs and under `simulated_cuda`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ with quiet_megatron_import():
 class StepResult:
     """One training step, the same on every rank.
 
-    `loss` is the mean over microbatches and data-parallel ranks before the update; `grad_norm` the norm before clipping
-    (NaN if Megatron gave none); `step_ok` False if the optimizer skipped the step, as fp16 does on overflow.
+    `loss` is the mean over microbatches and data-parallel ranks before the update; `grad_norm` the norm
+    before clipping (NaN if Megatron gave none); `step_ok` False if the optimizer skipped the step, as fp16
+    does on overflow.
     """
 
     loss: float
@@ -52,9 +53,9 @@ class StepResult:
 class Trainer:
     """Builds model and optimizer on this rank; `train_step` trains. torch.distributed must be initialised.
 
-    Attributes: `config`, `model` (a list of DistributedDataParallel chunks), `optimizer` (Megatron's, usually a
-    ChainedOptimizer), `rank`, `step` (steps done). The same seed gives the same initial weights, also for a second
-    Trainer in one process once the first was closed.
+    Attributes: `config`, `model` (a list of DistributedDataParallel chunks), `optimizer` (Megatron's, usually
+    a ChainedOptimizer), `rank`, `step` (steps done). The same seed gives the same initial weights, also for a
+    second Trainer in one process once the first was closed.
     """
 
     def __init__(
@@ -141,7 +142,8 @@ def _forward_step(batches: Iterator, model: torch.nn.Module):
 
 def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = losses.float().mean()
-    return loss, {"loss": loss.detach()}
+    # A copy: the schedule divides the loss by the number of microbatches in place.
+    return loss, {"loss": loss.detach().clone()}
 
 
 def _mean_over_last_stages(losses: list[float]) -> float:

@@ -1,4 +1,5 @@
-"""What the harness's GPT trainer can be told, checked before anything starts. Imports neither torch nor Megatron."""
+"""What the harness's GPT trainer can be told, checked before anything starts. Imports neither torch nor
+Megatron."""
 
 from __future__ import annotations
 
@@ -9,13 +10,28 @@ from optstream.harness.errors import ConfigurationError
 
 VOCABULARY = 256  # byte values
 
+_AT_LEAST_ONE = (
+    "steps",
+    "layers",
+    "hidden",
+    "heads",
+    "seq",
+    "batch",
+    "microbatches",
+    "ranks",
+    "tp",
+    "pp",
+    "ep",
+)
+_AT_LEAST_ZERO = ("experts", "seed")
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """A byte-level GPT and how it is trained. Raises ConfigurationError if it cannot run.
 
-    `batch` is in sequences per microbatch and data-parallel rank; `seq` in bytes; `experts` 0 means a dense model.
-    The `ep` expert-parallel ranks are taken from the data-parallel ones, as in Megatron.
+    `batch` is in sequences per microbatch and data-parallel rank; `seq` in bytes; `experts` 0 means a dense
+    model. The `ep` expert-parallel ranks are taken from the data-parallel ones, as in Megatron.
     """
 
     steps: int = 10
@@ -51,27 +67,12 @@ class TrainingConfig:
     data: str | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "layers",
-            "hidden",
-            "heads",
-            "seq",
-            "batch",
-            "microbatches",
-            "ranks",
-            "tp",
-            "pp",
-            "ep",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(
-                    f"--{name} {getattr(self, name)} cannot run", why="it must be at least 1"
-                )
-        if self.experts < 0:
-            raise ConfigurationError(f"--experts {self.experts} cannot run", why="it must not be negative")
-        if self.seed < 0:
-            raise ConfigurationError(f"--seed {self.seed} cannot run", why="it must not be negative")
+        for names, least in ((_AT_LEAST_ONE, 1), (_AT_LEAST_ZERO, 0)):
+            for name in names:
+                if getattr(self, name) < least:
+                    raise ConfigurationError(
+                        f"--{name} {getattr(self, name)} cannot run", why=f"it must be at least {least}"
+                    )
         if self.bf16 and self.fp16:
             raise ConfigurationError("bf16 and fp16 exclude each other", remedy="Choose one")
         self._check_world()
@@ -134,7 +135,8 @@ class TrainingConfig:
 
 def require_megatron() -> None:
     """Raises ConfigurationError where megatron-core is missing, before an import fails with a traceback."""
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    # find_spec("megatron.core") itself raises where the parent package is missing.
+    if any(importlib.util.find_spec(name) is None for name in ("megatron", "megatron.core")):
         raise ConfigurationError(
             "the trainer cannot start",
             why="megatron-core is not installed",

@@ -1,8 +1,9 @@
 """Names for a trainer's parameter shards, and their resident optimizer state: what comparisons are made over.
 
-A name is `[tpR.][ppR.][epR.]chunkI.<name in the model>`. A rank prefix appears only where the world has that axis and
-the tensor differs along it: `tp` for tensor-parallel weights, `pp` for every weight (layers are numbered per stage),
-`ep` for expert weights. So equal names on two ranks mean the same tensor, of which each owns another shard.
+A name is `[tpR.][ppR.][epR.]chunkI.<name in the model>`. A rank prefix appears only where the world has that
+axis and the tensor differs along it: `tp` for tensor-parallel weights, `pp` for every weight (layers are
+numbered per stage), `ep` for expert weights. So equal names on two ranks mean the same tensor, of which each
+owns another shard.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from typing import NamedTuple
 
 import torch
 
-from optstream.harness.training import Trainer, parallel_state
+from optstream.harness.training import StepResult, Trainer, parallel_state
+from optstream.harness.training_config import TrainingConfig
 
 
 class NamedShard(NamedTuple):
     """The elements [start, stop) of the flattened `model_param`, whose state this rank owns.
 
-    `optimizer` is Megatron's DistributedOptimizer; `optimizer.optimizer.param_groups[group_index]["params"][group_order]`
-    is the shard's main param (native fp32 shards included).
+    `optimizer` is Megatron's DistributedOptimizer. The shard's main param, native fp32 shards
+    included, is its `optimizer.param_groups[group_index]["params"][group_order]`.
     """
 
     name: str
@@ -43,7 +45,8 @@ def named_shards(trainer: Trainer) -> Iterator[NamedShard]:
 def model_params(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
     """Every trained parameter of this rank's model, by name.
 
-    With overlap_param_gather, values are those of the last forward pass until `gather_model_params` is called.
+    With overlap_param_gather, values are those of the last forward pass until `gather_model_params` is
+    called.
     """
     return {
         _canonical_name(trainer, index, name, param): param
@@ -54,7 +57,8 @@ def model_params(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
 
 
 def gather_model_params(trainer: Trainer) -> None:
-    """Completes the parameter all-gather that overlap_param_gather leaves to the next forward pass. Collective."""
+    """Completes the parameter all-gather that overlap_param_gather leaves to the next forward pass.
+    Collective."""
     if trainer.config.overlap_param_gather:
         for chunk in trainer.model:
             chunk.start_param_sync(force_sync=True)
@@ -63,7 +67,8 @@ def gather_model_params(trainer: Trainer) -> None:
 def resident_state(trainer: Trainer) -> dict[str, dict[str, torch.Tensor | float]]:
     """Of each shard, by name: `main`, `exp_avg`, `exp_avg_sq` (1-D fp32, not copied) and `step`.
 
-    For a trainer whose state is resident. Before the first successful step there are no moments: they read as zeros.
+    For a trainer whose state is resident. Before the first successful step there are no moments: they read as
+    zeros.
     """
     state = {}
     for shard in named_shards(trainer):
@@ -79,6 +84,52 @@ def resident_state(trainer: Trainer) -> dict[str, dict[str, torch.Tensor | float
             "step": float(moments.get("step", group.get("step", 0))),
         }
     return state
+
+
+class ResidentRun(NamedTuple):
+    """What a run leaves behind on one rank; tensors are copies on the CPU, by name.
+
+    `ranges` are the elements of each flattened parameter that this rank owns; `optimizers` counts Megatron's
+    DistributedOptimizers on it.
+    """
+
+    steps: list[StepResult]
+    optimizers: int
+    ranges: dict[str, tuple[int, int]]
+    initial_params: dict[str, torch.Tensor]
+    params: dict[str, torch.Tensor]
+    state: dict[str, dict[str, torch.Tensor | float]]
+
+
+def train_resident(rank: int, config: TrainingConfig) -> ResidentRun:
+    """Trains for `config.steps` steps with the ordinary optimizer. A function for `run_ranks`."""
+    trainer = Trainer(config, rank=rank)
+    try:
+        initial_params = _copies(model_params(trainer))
+        steps = [trainer.train_step() for _ in range(config.steps)]
+        gather_model_params(trainer)
+        return ResidentRun(
+            steps=steps,
+            optimizers=len(_distributed_optimizers(trainer)),
+            ranges={shard.name: (shard.start, shard.stop) for shard in named_shards(trainer)},
+            initial_params=initial_params,
+            params=_copies(model_params(trainer)),
+            state={name: _copies(of_shard) for name, of_shard in resident_state(trainer).items()},
+        )
+    finally:
+        trainer.close()
+
+
+def train_resident_each(rank: int, configs: list[TrainingConfig]) -> list[ResidentRun]:
+    """`train_resident`, one configuration after the other in the same processes."""
+    return [train_resident(rank, config) for config in configs]
+
+
+def _copies(values: dict) -> dict:
+    return {
+        name: value.detach().cpu().clone() if torch.is_tensor(value) else value
+        for name, value in values.items()
+    }
 
 
 def _distributed_optimizers(trainer: Trainer) -> list:
