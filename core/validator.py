@@ -265,7 +265,7 @@ RULES: tuple[Rule, ...] = (
         reads=(STREAM, BUCKET_NUMEL, DEPTH, HOST_CACHE),
         broken=lambda v: v[STREAM] and (v[BUCKET_NUMEL] < 1 or v[DEPTH] < 1 or v[HOST_CACHE] < 0),
         refused="streaming with a bucket size or depth that is not positive, or a negative cache",
-        why="no bucket would ever be on the device",
+        why="nothing could be fetched, and no cache is smaller than none",
         remedy="Give --stream-optimizer-state-bucket-numel and --stream-optimizer-state-depth 1 or more, and "
         "--stream-optimizer-state-host-cache-mb 0 or more",
     ),

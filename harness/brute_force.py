@@ -6,7 +6,7 @@ share a draw between them and a combination can be found again by its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from optstream.core.validator import broken_rules, resolve
@@ -48,6 +48,19 @@ class Mismatch:
     rules: dict[str, frozenset[str]]
     resolved: dict[str, dict[str, object]]
 
+    def describe(self) -> str:
+        """What differs, by side: rules that only one of them finds broken, values that are not the same."""
+        one, other = self.rules
+        parts = [
+            f"{rule}: only the {one if rule in self.rules[one] else other}"
+            for rule in sorted(self.rules[one] ^ self.rules[other])
+        ]
+        for dest in dict.fromkeys((*self.resolved[one], *self.resolved[other])):
+            answers = {side: resolved.get(dest) for side, resolved in self.resolved.items()}
+            if answers[one] != answers[other]:
+                parts.append(f"{dest}: {answers}")
+        return "; ".join(parts)
+
 
 @dataclass(slots=True)
 class Drawn:
@@ -65,9 +78,14 @@ class Drawn:
 
 
 def judge(start: int, stop: int, *, seed: int = 0, domains: Domains = DOMAINS) -> Drawn:
-    """Judge the combinations at places start..stop of the draw: valid or not, which rules, which values."""
+    """Judge the combinations at places start..stop of the draw."""
+    return judge_all(draw(start, stop, seed=seed, domains=domains))
+
+
+def judge_all(combinations: Iterable[dict[str, object]]) -> Drawn:
+    """Hold the validator's verdict against the oracle's: valid or not, which rules, which values."""
     found = Drawn()
-    for combination in draw(start, stop, seed=seed, domains=domains):
+    for combination in combinations:
         resolved = resolve(combination)
         broken = frozenset(rule.id for rule in broken_rules(resolved))
         expected_broken, expected_resolved = oracle.violated(combination), oracle.resolved(combination)
