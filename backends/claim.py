@@ -22,18 +22,22 @@ import errno
 import json
 import os
 import stat
-import warnings
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Self
 
-from optstream.backends.errors import ClaimedError, DirectoryError, StorageError, StorageWarning
+from optstream.backends.directories import (
+    CLAIM_NAME,
+    DIRECTORY_FLAGS,
+    PRIVATE_FILE,
+    cannot_create,
+    check_subdirectory,
+    open_directories,
+    remove_empty_directories,
+    remove_files,
+)
+from optstream.backends.errors import ClaimedError, StorageError
 from optstream.backends.system import System
-
-CLAIM_NAME = ".claim"
-PRIVATE_DIRECTORY = 0o700
-PRIVATE_FILE = 0o600
-DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # A neighbour's sweep holds a dead claim's lock for an instant before it says so, and a predecessor may be
 # exiting.
@@ -101,7 +105,7 @@ class Claim:
         try:
             tries = 0
             while True:
-                opened = _open_directories(system, base, parts, created)
+                opened = open_directories(system, base, parts, created)
                 lock, owner = _try_lock(system, opened, root, keep=keep)
                 if lock is not None:
                     return cls(system, base, root, opened, lock, created)
@@ -153,102 +157,6 @@ class Claim:
             remove_empty_directories(self._system, [p for p in self._created if p not in ours] + ours)
 
 
-def check_subdirectory(subdirectory: str) -> list[str]:
-    """The components of a relative path that stays below its base, else ValueError (a programming error)."""
-    parts = [part for part in subdirectory.split("/") if part]
-    if not parts or subdirectory.startswith("/") or any(part in (".", "..", CLAIM_NAME) for part in parts):
-        raise ValueError(f"{subdirectory!r} is not a relative path below the directory")
-    return parts
-
-
-def _open_directories(system: System, base: str, parts: list[str], created: list[str]) -> int:
-    """Create what is missing and return a descriptor of the last directory. Appends new paths to
-    `created`."""
-    _create_base(system, base, created)
-    descriptor = _open_own_directory(system, base, path=base, inside=None)
-    path = base
-    for part in parts:
-        path = os.path.join(path, part)
-        try:
-            try:
-                system.mkdir(part, PRIVATE_DIRECTORY, dir_fd=descriptor)
-                created.append(path)
-            except FileExistsError:
-                pass
-            except OSError as error:
-                raise _cannot_create(path, error) from error
-            below = _open_own_directory(system, part, path=path, inside=descriptor)
-        finally:
-            system.close(descriptor)
-        descriptor = below
-    return descriptor
-
-
-def _create_base(system: System, base: str, created: list[str]) -> None:
-    missing = []
-    path = base
-    while not _exists(system, path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for path in reversed(missing):
-        try:
-            system.mkdir(path, PRIVATE_DIRECTORY)
-            created.append(path)
-        except FileExistsError:
-            continue  # another rank was faster; its owner is checked on opening
-        except OSError as error:
-            raise _cannot_create(path, error) from error
-
-
-def _exists(system: System, path: str) -> bool:
-    try:
-        system.stat(path, follow_symlinks=False)
-    except (FileNotFoundError, NotADirectoryError):
-        return path == os.path.dirname(path)
-    except OSError as error:
-        raise _cannot_create(path, error) from error
-    return True
-
-
-def _open_own_directory(system: System, name: str, *, path: str, inside: int | None) -> int:
-    try:
-        descriptor = system.open(name, DIRECTORY_FLAGS, dir_fd=inside)
-    except OSError as error:
-        if error.errno in (errno.ENOTDIR, errno.ELOOP):
-            link = stat.S_ISLNK(system.stat(name, dir_fd=inside, follow_symlinks=False).st_mode)
-            raise DirectoryError(
-                f"{path} cannot hold the optimizer state",
-                why="it is a symbolic link" if link else "it is not a directory",
-                remedy="Name the directory that it points to" if link else "Choose another directory",
-                path=path,
-                operation="claim",
-            ) from error
-        raise _cannot_create(path, error) from error
-    owner, me = system.fstat(descriptor).st_uid, system.geteuid()
-    # Root may be told to use a user's directory, but what lies below it is made, and later removed, as our
-    # own.
-    if owner != me and not (me == 0 and inside is None):
-        system.close(descriptor)
-        raise DirectoryError(
-            f"{path} cannot hold the optimizer state",
-            why=f"it belongs to user {owner} and this process runs as user {me}",
-            remedy="Choose a directory of your own, for example a new one below it",
-            path=path,
-            operation="claim",
-        )
-    return descriptor
-
-
-def _cannot_create(path: str, error: OSError) -> DirectoryError:
-    return DirectoryError(
-        f"{path} cannot be created or opened",
-        why=error.strerror or str(error),
-        remedy="Choose a directory that this user can write",
-        path=path,
-        operation="claim",
-    )
-
-
 def _try_lock(system: System, directory: int, root: str, *, keep: bool) -> tuple[int | None, Owner | None]:
     """(the lock, None) when the directory is now ours, else (None, the owner as far as it is known)."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -257,7 +165,7 @@ def _try_lock(system: System, directory: int, root: str, *, keep: bool) -> tuple
     except FileNotFoundError:
         return None, None  # a neighbour's clean-up removed the directory after it was opened
     except OSError as error:
-        raise _cannot_create(os.path.join(root, CLAIM_NAME), error) from error
+        raise cannot_create(os.path.join(root, CLAIM_NAME), error) from error
     taken = False
     try:
         if not system.try_lock(lock):
@@ -267,11 +175,15 @@ def _try_lock(system: System, directory: int, root: str, *, keep: bool) -> tuple
         previous = read_owner(system, lock)
         if previous is not None and not previous.keep:
             remove_files(system, directory)
-        write_owner(system, lock, Owner.of_this_process(system, keep=keep))
+        try:
+            write_owner(system, lock, Owner.of_this_process(system, keep=keep))
+        except OSError:
+            system.unlink(CLAIM_NAME, dir_fd=directory)  # or a full disk would be left fuller than before
+            raise
         taken = True
         return lock, None
     except OSError as error:
-        raise _cannot_create(os.path.join(root, CLAIM_NAME), error) from error
+        raise cannot_create(os.path.join(root, CLAIM_NAME), error) from error
     finally:
         if not taken:
             system.close_lock(lock)
@@ -304,26 +216,6 @@ def write_owner(system: System, lock: int, owner: Owner) -> None:
     written = system.pwritev(lock, [memoryview(record)], 0)
     if written != len(record):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def remove_files(system: System, directory: int) -> None:
-    """Unlink everything in `directory` but its claim file and its directories, which may hold other
-    claims."""
-    for name in system.listdir(directory):
-        if name == CLAIM_NAME:
-            continue
-        if not stat.S_ISDIR(system.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-            system.unlink(name, dir_fd=directory)
-
-
-def remove_empty_directories(system: System, paths: list[str]) -> None:
-    """Remove `paths`, deepest first, as far as they are empty: neighbours may live in them."""
-    for path in sorted(paths, key=len, reverse=True):
-        try:
-            system.rmdir(path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EBUSY):
-                warnings.warn(f"cannot remove {path}: {error.strerror}", StorageWarning, stacklevel=2)
 
 
 def sweep(system: System, directory: str) -> None:

@@ -73,7 +73,7 @@ def forget_fake_disks() -> None:
     _disks.clear()
 
 
-def _new_filesystem(capacity_bytes: int | None) -> FakeFilesystem:
+def _new_filesystem(capacity_bytes: int) -> FakeFilesystem:
     try:
         from pyfakefs.fake_filesystem import FakeFilesystem
     except ImportError as error:
@@ -105,7 +105,7 @@ class _Descriptor:
 class FakeSystem(System):
     """A fake kernel with one disk.
 
-    capacity_bytes: None is about a terabyte. alignment_bytes: what O_DIRECT demands; None refuses O_DIRECT.
+    alignment_bytes: what O_DIRECT demands; None refuses O_DIRECT.
     can_reserve: False makes `reserve` fail as filesystems without fallocate do. kind: the filesystem's name.
     """
 
@@ -117,7 +117,7 @@ class FakeSystem(System):
     def __init__(
         self,
         *,
-        capacity_bytes: int | None = None,
+        capacity_bytes: int = 1 << 40,
         alignment_bytes: int | None = BLOCK_BYTES,
         can_reserve: bool = True,
         kind: str = "fakefs",
@@ -264,10 +264,10 @@ class FakeSystem(System):
             else:
                 self._durable_names[synced.path] = _files_of(synced)
 
-    def fstatvfs(self, descriptor: int) -> SimpleNamespace:
+    def free_bytes(self, descriptor: int) -> int:
         with self._mutex:
-            free = self._filesystem.get_disk_usage(self._descriptor(descriptor).object.path)[2]
-            return SimpleNamespace(f_frsize=BLOCK_BYTES, f_bavail=free // BLOCK_BYTES)
+            self._descriptor(descriptor)
+            return self._filesystem.get_disk_usage("/").free
 
     def disable_cache(self, descriptor: int) -> bool:
         return False

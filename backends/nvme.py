@@ -11,12 +11,12 @@ import os
 import stat
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 
-from optstream.backends.claim import CLAIM_NAME, PRIVATE_FILE, Claim, check_subdirectory, sweep
+from optstream.backends.claim import Claim, sweep
+from optstream.backends.directories import CLAIM_NAME, PRIVATE_FILE, check_subdirectory
 from optstream.backends.errors import (
     DirectoryError,
     InMemoryWarning,
@@ -47,7 +47,7 @@ class NvmeBackend(Backend):
         self._system = system or System()
         self._claim = Claim.take(directory, subdirectory, system=self._system, keep=keep)
         self.root = self._claim.root
-        self._open_files: weakref.WeakSet[NvmeFile] = weakref.WeakSet()
+        self._open_files: set[NvmeFile] = set()
         # One for all files of the backend: two handles of one file must share it, and blocks patched in
         # part are rare, since everything the engine moves is aligned.
         self._patch_lock = threading.Lock()
@@ -70,8 +70,7 @@ class NvmeBackend(Backend):
 
     def free_bytes(self) -> int:
         self._check_open()
-        status = self._system.fstatvfs(self._claim.directory)
-        return status.f_bavail * status.f_frsize
+        return self._system.free_bytes(self._claim.directory)
 
     def create(self, name: str, size_bytes: int) -> StoredFile:
         self._check_name(name)
@@ -170,6 +169,7 @@ class NvmeBackend(Backend):
             buffered=buffered,
             direct=bool(direct),
             alignment_bytes=info.alignment_bytes,
+            on_close=self._open_files.discard,
             patch_lock=self._patch_lock,
             sync_name=partial(system.sync, self._claim.directory) if flags & os.O_CREAT else None,
         )
@@ -194,9 +194,7 @@ class NvmeBackend(Backend):
 
     def _check_space(self, name: str, size_bytes: int) -> None:
         directory = self._claim.directory
-        status = self._system.fstatvfs(directory)
-        free = status.f_bavail * status.f_frsize
-        needed = -(-size_bytes // status.f_frsize) * status.f_frsize
+        free = self._system.free_bytes(directory)
         try:
             # The file that this one replaces goes first.
             available = (
@@ -204,8 +202,8 @@ class NvmeBackend(Backend):
             )
         except FileNotFoundError:
             available = free
-        if needed > available:
-            raise space_error("create", self._path(name), needed_bytes=needed, free_bytes=available)
+        if size_bytes > available:
+            raise space_error("create", self._path(name), needed_bytes=size_bytes, free_bytes=available)
 
     def _remove_if_present(self, name: str) -> None:
         try:

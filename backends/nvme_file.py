@@ -37,6 +37,7 @@ class NvmeFile(StoredFile):
     """A file of the nvme backend. `direct` says whether `descriptor` was opened with O_DIRECT.
 
     patch_lock: held while a block is read, patched and written back; shared by all handles of the file.
+    on_close: told once, when the file is closed.
     sync_name: makes a new file's name durable; called once, by the first sync.
     buffered: the second descriptor, for the odd last block of a file opened with O_DIRECT; else None.
     """
@@ -53,6 +54,7 @@ class NvmeFile(StoredFile):
         direct: bool,
         alignment_bytes: int,
         patch_lock: threading.Lock,
+        on_close: Callable[[NvmeFile], None],
         sync_name: Callable[[], None] | None = None,
     ) -> None:
         self.name, self.path, self.size_bytes = name, path, size_bytes
@@ -62,7 +64,7 @@ class NvmeFile(StoredFile):
         self._state_lock = threading.Lock()
         self._in_flight = 0
         self._closed = False
-        self._sync_name = sync_name
+        self._on_close, self._sync_name = on_close, sync_name
         self._sync_failure: StorageError | None = None
 
     # The contract
@@ -101,6 +103,7 @@ class NvmeFile(StoredFile):
             if self._closed:
                 return
             self._closed = True
+            self._on_close(self)
             idle = self._in_flight == 0
         if idle:
             self._close_descriptors()
@@ -256,8 +259,7 @@ class NvmeFile(StoredFile):
     def _failure(self, operation: str, offset: int, length: int, error: OSError) -> StorageError:
         if error.errno not in DISK_FULL:
             return storage_error(operation, self.path, error, offset=offset)
-        status = self._system.fstatvfs(self._descriptor)
-        free = status.f_bavail * status.f_frsize
+        free = self._system.free_bytes(self._descriptor)
         return space_error(operation, self.path, needed_bytes=length, free_bytes=free, offset=offset)
 
     def _short(self, operation: str, offset: int, moved: int, wanted: int) -> TransferError:

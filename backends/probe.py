@@ -12,7 +12,7 @@ import os
 
 import numpy as np
 
-from optstream.backends.claim import PRIVATE_FILE
+from optstream.backends.directories import PRIVATE_FILE
 from optstream.backends.interface import FilesystemInfo
 from optstream.backends.oserrors import DISK_FULL, space_error, storage_error
 from optstream.backends.system import COPY_ON_WRITE_KINDS, IN_MEMORY_KINDS, System
@@ -24,22 +24,17 @@ ALIGNMENT_BYTES_MAX = 1 << 20
 def examine_filesystem(system: System, directory: int, root: str) -> FilesystemInfo:
     """Raises SpaceError on a full disk and StorageError where nothing can be written. Leaves nothing
     behind."""
-    kind = system.filesystem_kind(root)
-    in_memory = kind in IN_MEMORY_KINDS
     try:
+        kind = system.filesystem_kind(root)
+        in_memory = kind in IN_MEMORY_KINDS
         # tmpfs takes O_DIRECT on newer kernels, but the page cache is all there is to it.
         alignment = None if in_memory else _direct_alignment(system, directory)
         uncached = not in_memory and alignment is None and _can_disable_cache(system, directory)
     except OSError as error:
         if error.errno in DISK_FULL:
-            status = system.fstatvfs(directory)
-            raise space_error(
-                "probe",
-                root,
-                needed_bytes=2 * system.page_bytes,
-                free_bytes=status.f_bavail * status.f_frsize,
-            ) from error
-        raise storage_error("write a probe in", root, error) from error
+            free = system.free_bytes(directory)
+            raise space_error("probe", root, needed_bytes=2 * system.page_bytes, free_bytes=free) from error
+        raise storage_error("examine", root, error) from error
     return FilesystemInfo(
         kind=kind,
         in_memory=in_memory,

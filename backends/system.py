@@ -47,7 +47,6 @@ class System:
     pwritev: Callable[[int, list[memoryview], int], int] = staticmethod(os.pwritev)
     ftruncate = staticmethod(os.ftruncate)
     fstat = staticmethod(os.fstat)
-    fstatvfs = staticmethod(os.fstatvfs)
     stat = staticmethod(os.stat)
     mkdir = staticmethod(os.mkdir)
     rmdir = staticmethod(os.rmdir)
@@ -74,6 +73,11 @@ class System:
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
         else:
             os.fsync(descriptor)
+
+    def free_bytes(self, descriptor: int) -> int:
+        """What an unprivileged user can still write on the descriptor's filesystem."""
+        status = os.fstatvfs(descriptor)
+        return status.f_bavail * status.f_frsize
 
     def disable_cache(self, descriptor: int) -> bool:
         """Turn the page cache off for a descriptor opened without `direct_flag`; False where that is

@@ -53,7 +53,7 @@ class Subject:
     open(name): a backend over the directory of that name; equal names mean the same directory.
     raw_read(path, offset, length), raw_write(path, offset, data): a file's bytes, past the backend.
     allocated_bytes(path): what the disk has set aside for a stored file.
-    limit_space(backend, free_bytes): leave only that much room; where it is None, the suite asks for more than
+    limit_space(backend, free_bytes): leave only that much room. Without it, the suite asks for more than
         any disk holds instead.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from typing import Any, ClassVar
 
@@ -9,6 +11,7 @@ import pytest
 
 from optstream.backends.fake import FakeSystem
 from optstream.backends.nvme import NvmeBackend
+from optstream.backends.probe import address_of
 from optstream.backends.striped import StripedBackend
 from optstream.backends.system import System
 from optstream.harness.conformance import BackendContract, Subject
@@ -33,9 +36,21 @@ def allocated_bytes(path: str) -> int:
 
 
 class CoarseSystem(System):
-    """The real kernel on a device whose blocks are 64 KiB: anything finer is refused under O_DIRECT."""
+    """The real kernel on a filesystem whose blocks are 64 KiB: under O_DIRECT anything finer is refused."""
 
-    page_bytes = 65536
+    def preadv(self, descriptor, buffers, offset):
+        self._check(descriptor, buffers, offset)
+        return super().preadv(descriptor, buffers, offset)
+
+    def pwritev(self, descriptor, buffers, offset):
+        self._check(descriptor, buffers, offset)
+        return super().pwritev(descriptor, buffers, offset)
+
+    def _check(self, descriptor, buffers, offset):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & self.direct_flag:
+            places = [offset, *(len(b) for b in buffers), *(address_of(b) for b in buffers)]
+            if any(place % 65536 for place in places):
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
 class CachedSystem(System):
