@@ -80,7 +80,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60  # a hang, on however slow a machine
+    deadline = time.monotonic() + 300  # a hang, on however slow a machine
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.02)
@@ -162,7 +162,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path, end):
             os.killpg(process.pid, end)  # as a terminal does on Ctrl-C
         else:
             process.send_signal(end)
-        error = process.communicate(timeout=60)[1].decode()
+        error = process.communicate(timeout=300)[1].decode()
         wait_until(lambda: not any(map(is_running, running)))
         if end == signal.SIGINT:
             assert error.count("KeyboardInterrupt") == 1, error

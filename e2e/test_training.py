@@ -61,7 +61,7 @@ def assert_same(left: dict, right: dict) -> None:
 def test_the_loss_falls_and_is_known_on_every_rank(runs, name):
     first, _ = runs[name]
     losses = [step.loss for step in first[0].steps]
-    assert losses[0] == pytest.approx(5.5, abs=0.2)  # a model that knows nothing: ln 256 = 5.55
+    assert losses[0] == pytest.approx(5.5, abs=0.4)  # a model that knows nothing: ln 256 = 5.55
     assert losses[-1] < losses[0] - 0.3
     assert all(step.step_ok and step.grad_norm > 0 for step in first[0].steps)
     for rank in first:
@@ -153,7 +153,7 @@ def test_tied_embeddings_stay_tied_across_stages(runs):
 
 
 def test_fp16_skips_steps_that_overflow():
-    config = TrainingConfig(steps=5, bf16=False, fp16=True, initial_loss_scale=2.0**24)
+    config = TrainingConfig(steps=8, bf16=False, fp16=True, initial_loss_scale=2.0**17)
     [[run]] = run_ranks(train_resident_each, 1, [config])
     skipped = [not step.step_ok for step in run.steps]
     assert any(skipped)

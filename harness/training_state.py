@@ -34,12 +34,21 @@ class NamedShard(NamedTuple):
 
 
 def named_shards(trainer: Trainer) -> Iterator[NamedShard]:
-    """Every shard this rank owns, over every chained DistributedOptimizer. Reads no optimizer state."""
+    """Every shard this rank owns, over every chained DistributedOptimizer. Reads no optimizer state.
+
+    The places are not those of Megatron's `model_param_group_index_map`: where a group holds fp32 and 16-bit
+    params (the local layer spec's norms are fp32), that map counts them in the order of the gradient buffer,
+    but the inner optimizer has the fp32 ones first.
+    """
     names = {param: name for name, param in model_params(trainer).items()}
     for optimizer in _distributed_optimizers(trainer):
-        for param, (group_index, group_order) in optimizer.model_param_group_index_map.items():
-            shard = optimizer._get_model_param_range_map(param)["param"]
-            yield NamedShard(names[param], param, shard.start, shard.end, optimizer, group_index, group_order)
+        groups = zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, strict=True)
+        for group_index, (native, half) in enumerate(groups):
+            for group_order, param in enumerate((*native, *half)):
+                shard = optimizer._get_model_param_range_map(param)["param"]
+                yield NamedShard(
+                    names[param], param, shard.start, shard.end, optimizer, group_index, group_order
+                )
 
 
 def model_params(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
