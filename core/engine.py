@@ -185,6 +185,12 @@ class Engine:
         self._places.clear()
         self._slots.clear()
 
+    def poison(self, error: BaseException) -> None:
+        """Refuse further steps because of `error`, which the caller raises itself."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._surfaced = True
+
     def raise_failure(self) -> None:
         """Raise the first failure that nobody has been told of; after that, PoisonedError."""
         with self._changed:

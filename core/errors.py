@@ -8,6 +8,7 @@ __all__ = [
     "CorruptionError",
     "OptstreamError",
     "PoisonedError",
+    "RemoteRankError",
     "StorageError",
     "StreamConfigError",
     "UnsupportedError",
@@ -40,3 +41,11 @@ class PoisonedError(OptstreamError):
     def __init__(self, what: str, *, cause: BaseException | None = None, **fields) -> None:
         super().__init__(what, **fields)
         self.cause = cause
+
+
+class RemoteRankError(OptstreamError):
+    """Another rank failed, and this one stopped with it. Carries `rank`, the failing one's global rank."""
+
+    def __init__(self, what: str, *, rank: int, **fields) -> None:
+        super().__init__(what, **fields)
+        self.rank = rank

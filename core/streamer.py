@@ -62,7 +62,7 @@ class StateStreamer:
         source: Source,
         *,
         device: torch.device,
-        subdirectory: str,
+        subdirectory: str = "",
         staged: bool | None = None,
         backend: Backend | None = None,
         update_class: type[torch.optim.Optimizer] | None = None,
@@ -108,6 +108,11 @@ class StateStreamer:
     def counts(self):
         """Updates had by each entry and group (`StepCounts`)."""
         return self._updater.counts
+
+    @property
+    def counts_per_parameter(self) -> bool:
+        """Whether the optimizer class counts steps in each parameter's state, not in the group."""
+        return self._updater.counts_per_parameter
 
     def step(self, gradient: Gradient, publish: Publish, updated: Collection[int]) -> StepRecord:
         """One optimizer step over the entries in `updated` (those that have a gradient).

@@ -77,6 +77,11 @@ class StepCounts:
             self.entries[entry] += 1
         self.groups = [count + 1 for count in self.groups]
 
+    def restart_at(self, step: int) -> None:
+        """Every entry and group has had `step` updates: what a checkpoint's common step count says."""
+        self.entries = [step] * len(self.entries)
+        self.groups = [step] * len(self.groups)
+
 
 class BucketUpdater:
     """Runs Adam on one bucket at a time.
@@ -98,7 +103,7 @@ class BucketUpdater:
         self._update_class = update_class or type(master)
         self._entry_groups = tuple(entry_groups)
         self._formats = formats
-        self._per_parameter = keeps_step_per_parameter(master)
+        self.counts_per_parameter = keeps_step_per_parameter(master)
         self.counts = StepCounts(len(entry_groups), len(master.param_groups))
 
     def update(
@@ -120,7 +125,7 @@ class BucketUpdater:
             {**{key: value for key, value in group.items() if key != "params"}, "params": []}
             for group in self._master.param_groups
         ]
-        if not self._per_parameter:
+        if not self.counts_per_parameter:
             for group, count in zip(groups, self.counts.groups, strict=True):
                 group["step"] = count
         updated: list[tuple[Piece, torch.Tensor]] = []
@@ -132,7 +137,7 @@ class BucketUpdater:
             main = values["main"][piece.span]
             main.grad = grad
             worker.state[main] = {name: values[name][piece.span] for name in ("exp_avg", "exp_avg_sq")}
-            if self._per_parameter:
+            if self.counts_per_parameter:
                 worker.state[main]["step"] = self._step_tensor(group, self.counts.entries[piece.entry], main)
             group["params"].append(main)
             updated.append((piece, main))

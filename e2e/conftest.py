@@ -1,4 +1,4 @@
-"""`pytest -m unit` must collect on a machine without Megatron; `-m e2e` there must fail, not pass unnoticed."""
+"""`pytest -m unit` collects on a machine without Megatron; `-m e2e` there fails instead of passing unnoticed."""
 
 from __future__ import annotations
 

@@ -163,7 +163,9 @@ def _type(original: Callable) -> Callable:
     @functools.wraps(original)
     def type_(tensor, dtype=None, non_blocking=False, **kwargs):
         if dtype is None:
-            return original(tensor).replace("torch.", "torch.cuda.", 1)
+            # Under a torch function mode, `original` itself comes back here: the answer may be a CUDA name.
+            name = original(tensor).replace("torch.cuda.", "torch.", 1)
+            return name.replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
         return original(tensor, dtype, non_blocking, **kwargs)

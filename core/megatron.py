@@ -1,0 +1,499 @@
+"""Streams the state of Megatron-Core's DistributedOptimizer. In a trainer:
+
+    with streaming_construction(args):
+        optimizer = get_megatron_optimizer(config, model)
+    setup_optimizer_state_streaming(args, optimizer)
+
+Everything else in the trainer stays as it is. Megatron's own `step_with_ready_grads` still runs, with the
+tail that its version has (the parameter all-gather above all); only the inner Adam step and the copy of main
+params into model params, which it calls, are replaced. Main params stay where they were, as tensors without
+memory (`evicted`), so that gradients and attributes hang on them as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer
+
+from optstream.backends import open_backend
+from optstream.backends.interface import Backend
+from optstream.core.agreement import raise_together
+from optstream.core.config import StreamConfig
+from optstream.core.errors import UnsupportedError
+from optstream.core.evicted import BornEvicted, evicted, is_evicted
+from optstream.core.formats import moment_warning
+from optstream.core.megatron_fingerprints import unknown_methods
+from optstream.core.plan import Entry, Piece
+from optstream.core.records import StepRecord
+from optstream.core.scratch import scratch_subdirectory
+from optstream.core.streamer import StateStreamer
+from optstream.core.update import worker_of
+from optstream.core.validator import stream_config, validate_arguments
+
+logger = logging.getLogger(__name__)
+
+# Makes the backend for one optimizer of this rank from the base directories and a path unique to it.
+BackendFactory = Callable[..., Backend]
+
+# A key that no parameter can be, under which a streamed optimizer tells Megatron's state_dict its step count.
+_STEP_KEY = "optstream"
+
+
+@contextlib.contextmanager
+def streaming_construction(args: argparse.Namespace) -> Iterator[None]:
+    """Around `get_megatron_optimizer`: main params are born evicted, never allocated.
+
+    Does nothing where `args` do not turn streaming on. Raises StreamConfigError for arguments that do not go
+    together, before anything is built. Not needed: without it, `setup_optimizer_state_streaming` evicts main
+    params afterwards, at the price of 4 bytes a parameter of device memory meanwhile.
+    """
+    if not stream_config(validate_arguments(args)).enabled:
+        yield
+        return
+    name = "_build_model_and_main_param_groups"
+    original = vars(DistributedOptimizer)[name]
+
+    def build(cls: type, *positional, **keywords):
+        with BornEvicted():
+            return original.__func__(cls, *positional, **keywords)
+
+    setattr(DistributedOptimizer, name, classmethod(build))
+    try:
+        yield
+    finally:
+        setattr(DistributedOptimizer, name, original)
+
+
+def setup_optimizer_state_streaming(
+    args: argparse.Namespace,
+    optimizer: MegatronOptimizer,
+    *,
+    role: str = "actor",
+    backend_factory: BackendFactory = open_backend,
+    staged: bool | None = None,
+    observe: Callable[[], None] | None = None,
+) -> list[MegatronStateStore]:
+    """Stream the state of every DistributedOptimizer in `optimizer`, if `args` say so. Collective.
+
+    Call it once, after construction and before a checkpoint is loaded. Each DistributedOptimizer gets its
+    store as `_nvme_state_store`; they are also returned, in the order of the chain.
+
+    role: what this model is in the job (actor, critic, ...); part of the path of its files.
+    backend_factory, staged, observe: for harnesses; see `open_backend` and `Engine`.
+
+    Raises StreamConfigError, UnsupportedError (naming what cannot be streamed) or a storage error; all ranks
+    raise together, and nothing is left behind then.
+    """
+    config = stream_config(validate_arguments(args))
+    if not config.enabled:
+        return []
+    chain = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+    refuse_unsupported(args, chain)
+    rank = dist.get_rank()
+    stores: list[MegatronStateStore] = []
+    failure = None
+    try:
+        for index, part in enumerate(chain):
+            if part.is_stub_optimizer:
+                continue
+            where = scratch_subdirectory(role, rank, index)
+            backend = backend_factory(config.directories, subdirectory=where)
+            stores.append(MegatronStateStore(part, config, backend=backend, staged=staged, observe=observe))
+    except Exception as error:
+        failure = error
+    try:
+        raise_together(failure, None, torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"))
+    except Exception:
+        for store in stores:
+            store.close()
+        raise
+    for part in chain:
+        if part.is_stub_optimizer:
+            _join_agreement(part)
+    for store in stores:
+        store.attach()
+    return stores
+
+
+def refuse_unsupported(args: argparse.Namespace, chain: list[MegatronOptimizer]) -> None:
+    """Raise UnsupportedError for what streaming would get wrong, looking at the objects and not at flags."""
+    if getattr(args, "log_params_norm", False):
+        raise UnsupportedError(
+            "--log-params-norm cannot be combined with streaming",
+            why="Megatron computes that norm from main params on the device, and they are in files",
+            remedy="Drop --log-params-norm",
+        )
+    for part in chain:
+        name = type(part).__name__
+        if not isinstance(part, DistributedOptimizer):
+            raise UnsupportedError(
+                f"{name} cannot be streamed",
+                why="only DistributedOptimizer keeps its state in flat shards",
+                remedy="Use --use-distributed-optimizer with --optimizer adam",
+            )
+        if part.is_stub_optimizer:
+            continue
+        if getattr(part, "_nvme_state_store", None) is not None:
+            raise UnsupportedError(f"{name} is already streamed", remedy="Set it up once")
+        if part.ddp_config.use_megatron_fsdp:
+            raise UnsupportedError("Megatron-FSDP cannot be streamed", why="it has buffers of its own")
+        if part.config.use_precision_aware_optimizer:
+            raise UnsupportedError(
+                "the precision-aware optimizer cannot be streamed", why="it keeps main params itself"
+            )
+        if getattr(part.config, "reuse_grad_buf_for_mxfp8_param_ag", False) or any(
+            _is_quantised(param) for group in part.model_float16_groups for param in group
+        ):
+            raise UnsupportedError(
+                "fp8 and fp4 params cannot be streamed",
+                why="they are quantised by one collective over the whole set, not bucket by bucket",
+                remedy="Drop --fp8-param-gather",
+            )
+        inner = type(part.optimizer)
+        if not issubclass(inner, torch.optim.Adam) and inner.__name__ != "FusedAdam":
+            raise UnsupportedError(f"{inner.__name__} cannot be streamed", why="only Adam and AdamW can")
+    unknown = unknown_methods(
+        {"DistributedOptimizer": DistributedOptimizer, "MixedPrecisionOptimizer": MixedPrecisionOptimizer}
+    )
+    if unknown:
+        raise UnsupportedError(
+            "this release of megatron-core cannot be streamed",
+            why=f"it changed {', '.join(unknown)}, which optstream stands in for or relies on",
+            remedy="Use megatron-core 0.16 to 0.19, or a newer optstream",
+        )
+
+
+def _is_quantised(param: torch.nn.Parameter) -> bool:
+    # TransformerEngine's quantised tensors are subclasses; plain params are Parameter, whatever their dtype.
+    return type(param.data) is not torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The shard of one model param that this rank owns: elements [start, stop) of the flat param."""
+
+    name: str
+    model_param: torch.nn.Parameter
+    main: torch.Tensor
+    start: int
+    stop: int
+
+
+class MegatronStateStore:
+    """The streamed state of one DistributedOptimizer, and that optimizer's entry points over it.
+
+    Half-precision params stream; native fp32 params, which are their own main params, stay resident under a
+    small optimizer of the same class.
+    """
+
+    def __init__(
+        self,
+        optimizer: DistributedOptimizer,
+        config: StreamConfig,
+        *,
+        backend: Backend,
+        staged: bool | None = None,
+        observe: Callable[[], None] | None = None,
+    ) -> None:
+        self._megatron = optimizer
+        self._inner = optimizer.optimizer
+        self._shards = _half_precision_shards(optimizer)
+        self._resident = _ResidentPart(optimizer)
+        self._device = _device_of(optimizer)
+        for beta2 in {float(group["betas"][1]) for group in self._inner.param_groups}:
+            if message := moment_warning(config.moment_dtype, beta2):
+                warnings.warn(message, stacklevel=2)
+        groups = _group_of_main(optimizer)
+        self.streamer = StateStreamer(
+            config,
+            self._inner,
+            [Entry(shard.name, shard.stop - shard.start, groups[id(shard.main)]) for shard in self._shards],
+            self._initial_main,
+            device=self._device,
+            staged=staged,
+            backend=backend,
+            observe=observe,
+        )
+
+    # ---- what a harness or a person looks at -------------------------------------------------------------
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """What each streamed step moved and how long it took."""
+        return self.streamer.engine.records
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device bytes of optimizer state that stays resident by design: moments of native fp32 params."""
+        return self._resident.state_bytes
+
+    def states(self) -> Iterator[tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor], int]]:
+        """(model param, start, stop, {main, exp_avg, exp_avg_sq}, step) of every piece of state.
+
+        Streamed pieces come bucket by bucket, then the resident ones. [start, stop) is within the flat param;
+        tensors are 1-D fp32."""
+        for part in self.streamer.state():
+            shard, piece = self._shards[part.piece.entry], part.piece
+            values = {"main": part.main, "exp_avg": part.exp_avg, "exp_avg_sq": part.exp_avg_sq}
+            step = self.streamer.counts.entries[piece.entry]
+            yield shard.model_param, shard.start + piece.start, shard.start + piece.stop, values, step
+        yield from self._resident.states()
+
+    def close(self) -> None:
+        """Stop streaming and remove the files. The optimizer is of no use afterwards. Idempotent."""
+        self.streamer.close()
+
+    # ---- standing in for Megatron's methods --------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Evict what is not evicted yet, and take the optimizer's entry points over."""
+        materialised = sum(4 * shard.main.numel() for shard in self._shards if not is_evicted(shard.main))
+        if materialised:
+            warnings.warn(
+                f"{materialised} bytes of main params were on the device during construction; build the "
+                f"optimizer inside `with streaming_construction(args):` to spare them",
+                stacklevel=3,
+            )
+        for shard in self._shards:
+            shard.main.data = evicted(shard.main.numel(), self._device)
+        megatron = self._megatron
+        self._originals = {
+            name: getattr(megatron, name)
+            for name in (
+                "_copy_main_params_to_model_params",
+                "_copy_model_params_to_main_params",
+                "state_dict",
+                "load_state_dict",
+            )
+        }
+        self._inner.step = self._step
+        megatron._copy_main_params_to_model_params = self._copy_main_params_to_model_params
+        megatron._copy_model_params_to_main_params = self._copy_model_params_to_main_params
+        megatron.state_dict = self._state_dict
+        megatron.load_state_dict = self._load_state_dict
+        megatron.sharded_state_dict = self._sharded_state_dict
+        megatron._nvme_state_store = self
+        self._read_ahead_from_backward()
+        logger.info(
+            "streaming %d parameters in %d buckets to %s",
+            sum(entry.numel for entry in self.streamer.entries),
+            len(self.streamer.buckets),
+            self.streamer.store.backend.root,
+        )
+
+    def _step(self, closure: Callable | None = None) -> None:
+        """In place of the inner optimizer's `step`. Collective: all ranks fail together."""
+        failure = None
+        try:
+            self._resident.step(self.streamer.counts.groups)
+            updated = [entry for entry, shard in enumerate(self._shards) if shard.main.grad is not None]
+            self.streamer.step(self._gradient, self._publish, updated)
+        except Exception as error:
+            failure = error
+        try:
+            _agree(self._megatron, failure, self._device)
+        except Exception as error:
+            # Also where this rank's own storage is fine: its state is now a step ahead of the others'.
+            self.streamer.engine.poison(error)
+            raise
+        if not self.streamer.counts_per_parameter:
+            for group, count in zip(self._inner.param_groups, self.streamer.counts.groups, strict=True):
+                group["step"] = count
+
+    def _copy_main_params_to_model_params(self) -> None:
+        # Streamed params were copied as their bucket was updated; Megatron's own code does the fp32 ones.
+        with self._streamed_hidden():
+            self._originals["_copy_main_params_to_model_params"]()
+
+    def _copy_model_params_to_main_params(self, state_dict: dict | None = None) -> None:
+        sources = {shard.model_param: shard.model_param for shard in self._shards}
+        if state_dict is not None:
+            sources = self._megatron._build_model_param_to_state_dict_param_map(state_dict)
+
+        def source(piece: Piece) -> torch.Tensor:
+            shard = self._shards[piece.entry]
+            flat = sources[shard.model_param].detach().view(-1)
+            return flat[shard.start + piece.start : shard.start + piece.stop]
+
+        self.streamer.reload(source)
+        with self._streamed_hidden():
+            self._originals["_copy_model_params_to_main_params"](state_dict=state_dict)
+
+    def _state_dict(self) -> dict:
+        """Megatron's own: param groups with the step count, and the loss scaler. No tensors of state."""
+        with self._step_count_shown():
+            return self._originals["state_dict"]()
+
+    def _load_state_dict(self, state_dict: dict) -> None:
+        if "param_state" in state_dict:
+            raise UnsupportedError(
+                "a resident optimizer checkpoint cannot be loaded into a streamed optimizer",
+                why="its tensors would all be on the device at once",
+                remedy="Load the model alone with --no-load-optim",
+            )
+        with self._step_count_shown():
+            # The state is not empty then, so that Megatron allocates none of its own.
+            self._originals["load_state_dict"](state_dict)
+            step = int(self._inner.state[_STEP_KEY]["step"])
+        if not self.streamer.counts_per_parameter:
+            step = int(self._inner.param_groups[0].get("step", 0))
+        self.streamer.counts.restart_at(step)
+        self._resident.restart_at(step)
+
+    def _sharded_state_dict(self, *positional, **keywords) -> dict:
+        """What belongs into the trainer's own checkpoint: `state_dict`. The tensors have their own files."""
+        return self._megatron.state_dict()
+
+    @contextlib.contextmanager
+    def _streamed_hidden(self) -> Iterator[None]:
+        """Megatron's copy loops see no half-precision params meanwhile."""
+        megatron = self._megatron
+        saved = megatron.shard_fp32_from_float16_groups, megatron.model_float16_groups
+        megatron.shard_fp32_from_float16_groups = [[] for _ in saved[0]]
+        megatron.model_float16_groups = [[] for _ in saved[1]]
+        try:
+            yield
+        finally:
+            megatron.shard_fp32_from_float16_groups, megatron.model_float16_groups = saved
+
+    @contextlib.contextmanager
+    def _step_count_shown(self) -> Iterator[None]:
+        """The inner optimizer's state shows a step count meanwhile, and nothing else."""
+        step = max(self.streamer.counts.entries, default=self.streamer.steps)
+        self._inner.state[_STEP_KEY] = {"step": torch.tensor(float(step))}
+        try:
+            yield
+        finally:
+            self._inner.state.clear()
+
+    def _read_ahead_from_backward(self) -> None:
+        """The first gradient of a backward pass starts the reads of the step that will follow."""
+        if self._shards and self.streamer.config.read_ahead:
+            # Gradient buffers are laid out in the order in which backward reaches the params.
+            first = self._shards[0].model_param
+            first.register_hook(lambda grad: self.streamer.read_ahead())
+
+    # ---- where parameters and gradients are --------------------------------------------------------------
+
+    def _initial_main(self, piece: Piece) -> torch.Tensor:
+        shard = self._shards[piece.entry]
+        if is_evicted(shard.main):
+            flat = shard.model_param.detach().view(-1)
+            return flat[shard.start + piece.start : shard.start + piece.stop]
+        return shard.main[piece.start : piece.stop]
+
+    def _gradient(self, piece: Piece) -> torch.Tensor | None:
+        grad = self._shards[piece.entry].main.grad
+        return None if grad is None else grad[piece.start : piece.stop]
+
+    def _publish(self, piece: Piece, main: torch.Tensor) -> None:
+        # As Megatron's `copy_group_params`: into the param buffer, at this rank's range.
+        shard, megatron = self._shards[piece.entry], self._megatron
+        offset = megatron._get_model_param_range_map(shard.model_param)["gbuf_world_in_bucket"].start
+        buffer_index, _, bucket_index = megatron.model_param_gbuf_map[shard.model_param]
+        flat = megatron.buffers[buffer_index].buckets[bucket_index].param_data.view(-1)
+        flat[offset + piece.start : offset + piece.stop].copy_(main)
+
+
+class _ResidentPart:
+    """Native fp32 params: main params of their own, updated whole by a worker of the inner optimizer's class.
+
+    Only their moments are extra memory (8 bytes a parameter): routers and the like, a sliver of a model.
+    """
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        self._megatron = optimizer
+        self._worker = worker_of(optimizer.optimizer, type(optimizer.optimizer))
+
+    @property
+    def state_bytes(self) -> int:
+        tensors = [value for state in self._worker.state.values() for value in state.values()]
+        return sum(value.nbytes for value in tensors if torch.is_tensor(value) and value.dim())
+
+    def step(self, group_counts: list[int]) -> None:
+        """One update with the hyperparameters that the master groups have now."""
+        inner, groups = self._megatron.optimizer, []
+        for master, shards, count in zip(
+            inner.param_groups, self._megatron.shard_fp32_groups, group_counts, strict=True
+        ):
+            if shards:
+                settings = {key: value for key, value in master.items() if key not in ("params", "step")}
+                groups.append({**settings, "params": list(shards), "step": count})
+        self._worker.param_groups = groups
+        if groups:
+            self._worker.step()
+
+    def restart_at(self, step: int) -> None:
+        for state in self._worker.state.values():
+            if "step" in state:
+                state["step"] = torch.full_like(state["step"], float(step))
+
+    def states(self) -> Iterator[tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor], int]]:
+        megatron = self._megatron
+        for group, params in enumerate(megatron.model_fp32_groups):
+            for param, main in zip(params, megatron.shard_fp32_groups[group], strict=True):
+                shard = megatron._get_model_param_range_map(param)["param"]
+                state = self._worker.state.get(main, {})
+                values = {
+                    "main": main.detach().view(-1),
+                    **{
+                        name: state.get(name, torch.zeros_like(main)).view(-1)
+                        for name in ("exp_avg", "exp_avg_sq")
+                    },
+                }
+                step = int(state.get("step", megatron.optimizer.param_groups[group].get("step", 0)))
+                yield param, shard.start, shard.end, values, step
+
+
+def _half_precision_shards(optimizer: DistributedOptimizer) -> list[_Shard]:
+    names = {
+        param: f"chunk{index}.{name}"
+        for index, chunk in enumerate(optimizer.model_chunks)
+        for name, param in chunk.module.named_parameters()
+    }
+    shards = []
+    for params, mains in zip(
+        optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True
+    ):
+        for param, main in zip(params, mains, strict=True):
+            owned = optimizer._get_model_param_range_map(param)["param"]
+            shards.append(_Shard(names[param], param, main, owned.start, owned.end))
+    return shards
+
+
+def _group_of_main(optimizer: DistributedOptimizer) -> dict[int, int]:
+    return {
+        id(main): index
+        for index, mains in enumerate(optimizer.shard_fp32_from_float16_groups)
+        for main in mains
+    }
+
+
+def _device_of(optimizer: DistributedOptimizer) -> torch.device:
+    return optimizer.buffers[0].grad_data.device
+
+
+def _agree(optimizer: DistributedOptimizer, failure: Exception | None, device: torch.device) -> None:
+    # The group over which gradient statistics are reduced: every rank that steps this optimizer is in it.
+    raise_together(failure, optimizer.get_grad_stats_parallel_group(), device)
+
+
+def _join_agreement(stub: DistributedOptimizer) -> None:
+    """A rank that owns nothing of this optimizer still takes part in its collectives, and so in this one."""
+    original = stub.step_with_ready_grads
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+    def step_with_ready_grads() -> bool:
+        _agree(stub, None, device)
+        return original()
+
+    stub.step_with_ready_grads = step_with_ready_grads

@@ -1,0 +1,32 @@
+"""Where one rank's live files go, so that jobs, roles and ranks never meet."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+
+# What launchers call the job, in the order in which they are believed.
+_JOB_VARIABLES = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "RAY_JOB_ID", "TORCHELASTIC_RUN_ID")
+
+
+def job_name() -> str:
+    """The launcher's name for this job, or one made of this process's pid."""
+    for variable in _JOB_VARIABLES:
+        value = os.environ.get(variable, "")
+        if value and value != "none":  # torchrun's run id when nobody gave it one
+            return _component(value)
+    return f"pid{os.getpid()}"
+
+
+def scratch_subdirectory(role: str, rank: int, index: int) -> str:
+    """`optstream/<host>/<job>/<role>/rank<rank>/optimizer<index>`.
+
+    role: actor, critic, ...: models of one job that train side by side. index: which optimizer of the rank.
+    """
+    host = _component(socket.gethostname())
+    return f"optstream/{host}/{job_name()}/{_component(role)}/rank{rank}/optimizer{index}"
+
+
+def _component(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip(".") or "unnamed"
