@@ -105,22 +105,18 @@ class Claim:
         try:
             tries = 0
             while True:
-                opened = open_directories(system, base, parts, created)
-                lock, owner = _try_lock(system, opened, root, keep=keep)
-                if lock is not None:
-                    return cls(system, base, root, opened, lock, created)
-                system.close(opened)
+                owner, vanished = None, None
+                try:
+                    opened = open_directories(system, base, parts, created)
+                except FileNotFoundError as error:
+                    vanished = error  # a neighbour that ended took an empty directory with it
+                else:
+                    lock, owner = _lock_or_close(system, opened, root, keep=keep)
+                    if lock is not None:
+                        return cls(system, base, root, opened, lock, created)
                 tries += 1
-                patience = RECLAIMING_TRIES if owner is not None and owner.reclaiming else PATIENCE_TRIES
-                if tries >= patience:
-                    raise ClaimedError(
-                        f"{root} is in use",
-                        why=f"it is claimed by {owner or 'a process that is only just starting'}",
-                        remedy="Wait for that process, end it, or choose another directory",
-                        owner=str(owner or ""),
-                        path=root,
-                        operation="claim",
-                    )
+                if tries >= (RECLAIMING_TRIES if owner is not None and owner.reclaiming else PATIENCE_TRIES):
+                    raise cannot_create(root, vanished) if vanished else _claimed(root, owner)
                 system.sleep(RETRY_S)
         except BaseException:
             remove_empty_directories(system, created)
@@ -155,6 +151,29 @@ class Claim:
             between = os.path.relpath(self.root, self._base).split(os.sep)
             ours = [os.path.join(self._base, *between[:depth]) for depth in range(1, len(between) + 1)]
             remove_empty_directories(self._system, [p for p in self._created if p not in ours] + ours)
+
+
+def _claimed(root: str, owner: Owner | None) -> ClaimedError:
+    return ClaimedError(
+        f"{root} is in use",
+        why=f"it is claimed by {owner or 'a process that is only just starting'}",
+        remedy="Wait for that process, end it, or choose another directory",
+        owner=str(owner or "a process that is only just starting"),
+        path=root,
+        operation="claim",
+    )
+
+
+def _lock_or_close(
+    system: System, directory: int, root: str, *, keep: bool
+) -> tuple[int | None, Owner | None]:
+    lock = None
+    try:
+        lock, owner = _try_lock(system, directory, root, keep=keep)
+        return lock, owner
+    finally:
+        if lock is None:
+            system.close(directory)
 
 
 def _try_lock(system: System, directory: int, root: str, *, keep: bool) -> tuple[int | None, Owner | None]:

@@ -31,8 +31,10 @@ def check_subdirectory(subdirectory: str) -> list[str]:
 
 
 def open_directories(system: System, base: str, parts: list[str], created: list[str]) -> int:
-    """Create what is missing and return a descriptor of the last directory. Appends new paths to
-    `created`."""
+    """Create what is missing and return a descriptor of the last directory; new paths go into `created`.
+
+    Lets FileNotFoundError through: a neighbour that ended took an empty directory with it. Try again.
+    """
     _create_base(system, base, created)
     descriptor = _open_own_directory(system, base, path=base, inside=None)
     path = base
@@ -44,6 +46,8 @@ def open_directories(system: System, base: str, parts: list[str], created: list[
                 created.append(path)
             except FileExistsError:
                 pass
+            except FileNotFoundError:
+                raise
             except OSError as error:
                 raise cannot_create(path, error) from error
             below = _open_own_directory(system, part, path=path, inside=descriptor)
@@ -65,6 +69,8 @@ def _create_base(system: System, base: str, created: list[str]) -> None:
             created.append(path)
         except FileExistsError:
             continue  # another rank was faster; its owner is checked on opening
+        except FileNotFoundError:
+            raise
         except OSError as error:
             raise cannot_create(path, error) from error
 
@@ -82,6 +88,8 @@ def _exists(system: System, path: str) -> bool:
 def _open_own_directory(system: System, name: str, *, path: str, inside: int | None) -> int:
     try:
         descriptor = system.open(name, DIRECTORY_FLAGS, dir_fd=inside)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
             link = stat.S_ISLNK(system.stat(name, dir_fd=inside, follow_symlinks=False).st_mode)

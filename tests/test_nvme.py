@@ -258,6 +258,23 @@ def test_many_claimants_of_one_place_and_one_wins(tmp_path):
     assert tree(tmp_path) == set()
 
 
+def test_a_claimant_whose_new_directory_a_neighbour_removes_starts_over(tmp_path):
+    class Unlucky(System):
+        times = 3
+
+        def mkdir(self, path, mode=0o777, *, dir_fd=None):
+            super().mkdir(path, mode, dir_fd=dir_fd)
+            if self.times:
+                self.times -= 1
+                super().rmdir(path, dir_fd=dir_fd)
+
+    claim(tmp_path / "base", system=Unlucky()).close(remove_files=True)
+    endlessly = Unlucky()
+    endlessly.times = 10**9
+    with pytest.raises(DirectoryError, match="No such file or directory"):
+        claim(tmp_path / "base", system=endlessly)
+
+
 def test_neighbours_that_start_and_end_together_do_not_disturb_each_other(tmp_path):
     failures = []
 
@@ -344,7 +361,7 @@ def test_a_symbolic_link_as_a_file_is_refused_and_its_target_survives(tmp_path):
 
 
 class ForeignSystem(System):
-    """The real kernel, on which `foreign`, an inode, belongs to another user, and this process is user `me`."""
+    """The real kernel, on which the inode `foreign` is another user's and this process is user `me`."""
 
     def __init__(self, foreign: int, me: int = 1000) -> None:
         self.foreign, self.me = foreign, me
