@@ -20,8 +20,8 @@ def render() -> str:
 def _lines() -> Iterator[str]:
     yield "# Flags"
     yield ""
-    yield "Generated from `core/config.py` and `core/validator.py`, by `python -m optstream.harness.flags_doc`."
-    yield "A trainer takes the flags into its own parser with `optstream.core.config.add_arguments(parser)` and"
+    yield "Made from core/config.py and core/validator.py by `python -m optstream.harness.flags_doc`."
+    yield "A trainer adds the flags to its parser with `optstream.core.config.add_arguments(parser)` and"
     yield "judges them with `optstream.core.validator.validate_arguments(args)`. On the command line,"
     yield "`optstream check -- FLAGS...` does the same."
     for group, purpose in GROUPS.items():
