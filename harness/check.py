@@ -7,6 +7,7 @@ violation with its remedy.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ from optstream.harness.errors import ConfigurationError
 from optstream.harness.output import write_json
 
 VALID, REFUSED = 0, 2
+PIPE_COLUMNS = 200
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -46,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, as_json(verdict))
     if args.json != "-":
-        show(verdict, Console(), Console(stderr=True))
+        # Into a pipe nothing is folded at 80 columns: a path must stay in one piece for who looks for it.
+        show(verdict, Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS), Console(stderr=True))
     return VALID if verdict.valid else REFUSED
 
 

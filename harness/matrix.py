@@ -7,6 +7,7 @@ combinations for real. `run_matrix` does all four; the tests call the parts.
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -73,11 +74,15 @@ def run_matrix(
     *,
     brute_force: int = BRUTE_FORCE_NIGHTLY,
     seed: int = 0,
+    threewise: bool = True,
     execute: Execute | None = None,
     workers: int = 1,
     progress: Progress = lambda stage, done, total: None,
 ) -> MatrixReport:
-    """Judge the whole product, draw `brute_force` combinations, count coverage, execute what is allowed."""
+    """Judge the whole product, draw `brute_force` combinations, count coverage, execute what is allowed.
+
+    threewise: cover and count triples too, which takes a while.
+    """
     report = MatrixReport()
     progress("whole product", 0, 1)
     _judge_product(report)
@@ -87,7 +92,7 @@ def run_matrix(
         for done, drawn in enumerate(run_all(partial(_judge_chunk, seed=seed), chunks), start=1):
             add_drawn(report, drawn)
             progress("brute force", done, len(chunks))
-        allowed = _measure_coverage(report, progress)
+        allowed = _measure_coverage(report, progress, 3 if threewise else 2)
         if execute is not None:
             for done, (combination, wrong) in enumerate(
                 zip(allowed, run_all(execute, allowed), strict=True), start=1
@@ -114,10 +119,11 @@ def executions(space: ValidSpace, *arrays: Iterable[Combination]) -> list[Combin
     Where nothing streams, the other flags that optstream acts on are not read, so one such combination stands
     for all, beside those that the arrays hold.
     """
-    fixed = [dict(zip(ACTED_ON, values, strict=True)) for values in sorted(space.project(ACTED_ON), key=repr)]
-    projected = [{STREAM: False}, *(each for each in fixed if each[STREAM])]
+    streaming = space.restricted(STREAM, True)
+    settings = sorted(streaming.project(ACTED_ON), key=repr)
+    streamed = (streaming.complete(dict(zip(ACTED_ON, values, strict=True))) for values in settings)
     distinct: dict[tuple, Combination] = {}
-    for combination in (*map(space.complete, projected), *(row for array in arrays for row in array)):
+    for combination in itertools.chain((space.complete({STREAM: False}),), streamed, *arrays):
         distinct.setdefault(tuple(combination.items()), combination)
     return list(distinct.values())
 
@@ -163,22 +169,25 @@ def _of_mismatch(mismatch: Mismatch) -> Failure:
     return Failure("brute force", mismatch.describe(), reproduce(mismatch.combination))
 
 
-def _measure_coverage(report: MatrixReport, progress: Progress) -> list[Combination]:
+def _measure_coverage(report: MatrixReport, progress: Progress, strength_max: int) -> list[Combination]:
+    """The allowed combinations to execute, once it is counted what they cover."""
     space = ValidSpace()
-    progress("coverage", 0, 2)
-    pairwise = covering_array(space, 2)
-    progress("coverage", 1, 2)
-    threewise = covering_array(space, 3)
-    allowed = executions(space, pairwise, threewise)
-    pairs, triples = (count_coverage(allowed, space, strength) for strength in (2, 3))
-    report.pairs_covered, report.pairs_total = pairs.covered, pairs.total
-    report.triples_covered, report.triples_total = triples.covered, triples.total
-    for assignment in (*pairs.missing, *triples.missing):
+    strengths = range(2, strength_max + 1)
+    arrays = []
+    for done, strength in enumerate(strengths):
+        progress("coverage", done, len(strengths))
+        arrays.append(covering_array(space, strength))
+    allowed = executions(space, *arrays)
+    measured = [count_coverage(allowed, space, strength) for strength in strengths]
+    report.pairs_covered, report.pairs_total = measured[0].covered, measured[0].total
+    if strength_max > 2:
+        report.triples_covered, report.triples_total = measured[1].covered, measured[1].total
+    for assignment in itertools.chain.from_iterable(coverage.missing for coverage in measured):
         values = dict(assignment)
         report.failures.append(
             Failure("coverage", f"not covered: {values}", reproduce(space.complete(values)))
         )
-    progress("coverage", 2, 2)
+    progress("coverage", len(strengths), len(strengths))
     return allowed
 
 

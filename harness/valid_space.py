@@ -47,6 +47,7 @@ class ValidSpace:
 
     def __init__(self, rules: Mapping[str, Opinion] = REFUSALS, domains: Domains = DOMAINS) -> None:
         self.domains = domains
+        self._rules = rules
         readers = Counter(dest for rule in rules.values() for dest in rule.reads)
         self._shared = {dest: values for dest, values in domains.items() if readers[dest] > 1}
         self._free = tuple(
@@ -80,6 +81,10 @@ class ValidSpace:
         for product, rows in fixed_by_product.items():
             own = tuple(relation for relation in product if relation.dests)
             yield (Relation(tuple(self._shared), tuple(rows)), *own, *self._free)
+
+    def restricted(self, dest: str, *values: object) -> ValidSpace:
+        """The part of it in which a flag has one of these values."""
+        return ValidSpace(self._rules, {**self.domains, dest: values})
 
     def count(self) -> int:
         """How many combinations are allowed, exactly."""
