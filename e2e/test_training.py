@@ -62,7 +62,7 @@ def test_the_loss_falls_and_is_known_on_every_rank(runs, name):
     first, _ = runs[name]
     losses = [step.loss for step in first[0].steps]
     assert losses[0] == pytest.approx(5.5, abs=0.4)  # a model that knows nothing: ln 256 = 5.55
-    assert losses[-1] < losses[0] - 0.3
+    assert losses[-1] < losses[0] - 0.1
     assert all(step.step_ok and step.grad_norm > 0 for step in first[0].steps)
     for rank in first:
         assert rank.steps == first[0].steps
