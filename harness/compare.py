@@ -1,0 +1,303 @@
+"""Trains twice from the same seed, first with resident state and then streamed, and compares every bit.
+
+One rank's part of `optstream train`: a function for `run_ranks`, with plain data in and out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+from optstream.backends import open_backend
+from optstream.core.megatron import (
+    MegatronStateStore,
+    setup_optimizer_state_streaming,
+    streaming_construction,
+)
+from optstream.core.records import StepRecord
+from optstream.harness.ledger import Ledger, resident_roots, streamed_roots
+from optstream.harness.training import Trainer
+from optstream.harness.training_config import TrainingConfig
+from optstream.harness.training_state import (
+    gather_model_params,
+    model_params,
+    named_shards,
+    resident_state,
+)
+
+SEGMENTS = ("main", "exp_avg", "exp_avg_sq")
+STATE = "optimizer state"
+
+# What happens, and in which step; called on rank 0 only.
+Progress = Callable[[str, int], None]
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """How the streamed run streams: a trainer's flags by argparse name, and the kind of backend."""
+
+    flags: dict[str, Any]
+    backend: str = "nvme"
+
+    def namespace(self) -> argparse.Namespace:
+        return argparse.Namespace(**self.flags)
+
+    def open_backend(self, directories, *, subdirectory: str):
+        return open_backend(directories, subdirectory=subdirectory, kind=self.backend)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run on one rank. Bytes are of device memory that holds optimizer state."""
+
+    loss: list[float]
+    step_s: list[float]
+    state_bytes_peak: int
+    state_bytes_timeline: list[tuple[float, int]]
+    digest: str
+
+
+@dataclass(frozen=True)
+class StreamedResult(RunResult):
+    """The streamed run, with the bound on its state's device bytes and what each step moved (all stores)."""
+
+    state_bytes_bound: int
+    host_bytes_bound: int
+    read_bytes: list[int]
+    written_bytes: list[int]
+    padding_bytes: list[int]
+    buckets: int
+    depth: int
+    records: list[StepRecord] = field(repr=False, default_factory=list)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One rank's two runs. `difference` names the first value that differs, None if none does.
+
+    max_error: the largest absolute difference of any main param or moment.
+    main_error: the same over main params alone.
+    """
+
+    resident: RunResult
+    streamed: StreamedResult
+    difference: str | None
+    max_error: float
+    main_error: float
+    parameters: int
+
+
+@dataclass(frozen=True)
+class _Final:
+    """Everything a run leaves behind on this rank, on the host, by name."""
+
+    params: dict[str, torch.Tensor]
+    state: dict[str, dict[str, Any]]
+
+
+def compare_on_rank(
+    rank: int, config: TrainingConfig, settings: StreamSettings, progress: Progress | None = None
+) -> Comparison:
+    """Both runs on this rank. Raises what the streamed run raised; its files are gone either way."""
+    report = progress if progress is not None and rank == 0 else _silent
+    resident, resident_final = _run_resident(rank, config, report)
+    streamed, streamed_final = _run_streamed(rank, config, settings, report)
+    difference = _first_difference(resident.loss, streamed.loss, resident_final, streamed_final)
+    errors = {name: _largest_error(resident_final, streamed_final, name) for name in SEGMENTS}
+    return Comparison(
+        resident,
+        streamed,
+        difference,
+        max_error=max(errors.values()),
+        main_error=errors["main"],
+        parameters=sum(param.numel() for param in resident_final.params.values()),
+    )
+
+
+def _run_resident(rank: int, config: TrainingConfig, progress: Progress) -> tuple[RunResult, _Final]:
+    ledger = Ledger()
+    trainer = Trainer(
+        config,
+        rank=rank,
+        construction=ledger.watch_construction,
+        after_construction=lambda optimizer: ledger.follow(STATE, resident_roots(optimizer)),
+    )
+    try:
+        loss, step_s = _train(trainer, "resident", progress, ledger)
+        gather_model_params(trainer)
+        final = _Final(_on_host(model_params(trainer)), _copied(resident_state(trainer)))
+        result = RunResult(loss, step_s, ledger.peak_bytes(STATE), ledger.timeline(STATE), _digest(final))
+        return result, final
+    finally:
+        trainer.close()
+
+
+def _run_streamed(
+    rank: int, config: TrainingConfig, settings: StreamSettings, progress: Progress
+) -> tuple[StreamedResult, _Final]:
+    ledger = Ledger()
+    stores: list[MegatronStateStore] = []
+    args = settings.namespace()
+
+    def set_up(optimizer) -> None:
+        ledger.follow(STATE, streamed_roots(stores))
+        stores.extend(
+            setup_optimizer_state_streaming(
+                args,
+                optimizer,
+                backend_factory=settings.open_backend,
+                # Simulated devices have memory of their own, too: what is proved here is the path of GPUs.
+                staged=True,
+                observe=ledger.sample,
+            )
+        )
+
+    @contextlib.contextmanager
+    def construction() -> Iterator[None]:
+        with streaming_construction(args), ledger.watch_construction():
+            yield
+
+    trainer = Trainer(config, rank=rank, construction=construction, after_construction=set_up)
+    try:
+        loss, step_s = _train(trainer, "streamed", progress, ledger)
+        gather_model_params(trainer)
+        final = _Final(_on_host(model_params(trainer)), _streamed_state(trainer, stores))
+        return _streamed_result(loss, step_s, ledger, stores, final), final
+    finally:
+        for store in stores:
+            store.close()
+        trainer.close()
+
+
+def _train(
+    trainer: Trainer, name: str, progress: Progress, ledger: Ledger
+) -> tuple[list[float], list[float]]:
+    loss, step_s = [], []
+    for step in range(trainer.config.steps):
+        started = time.perf_counter()
+        loss.append(trainer.train_step().loss)
+        step_s.append(time.perf_counter() - started)
+        ledger.sample()
+        progress(name, step + 1)
+    return loss, step_s
+
+
+def _streamed_result(
+    loss: list[float],
+    step_s: list[float],
+    ledger: Ledger,
+    stores: list[MegatronStateStore],
+    final: _Final,
+) -> StreamedResult:
+    # Reading the final state has drained the stores: the records' bytes are final.
+    steps = list(zip(*(store.records for store in stores), strict=True))
+    engines = [store.streamer.engine for store in stores]
+    return StreamedResult(
+        loss,
+        step_s,
+        ledger.peak_bytes(STATE),
+        ledger.timeline(STATE),
+        _digest(final),
+        state_bytes_bound=sum(engine.device_bytes_bound for engine in engines)
+        + sum(store.resident_bytes for store in stores),
+        host_bytes_bound=sum(engine.host_bytes_bound for engine in engines),
+        read_bytes=[sum(record.read_bytes for record in step) for step in steps],
+        written_bytes=[sum(record.written_bytes for record in step) for step in steps],
+        padding_bytes=[sum(record.padding_bytes for record in step) for step in steps],
+        buckets=sum(len(store.streamer.buckets) for store in stores),
+        depth=max((engine.depth for engine in engines), default=0),
+        records=[record for step in steps for record in step],
+    )
+
+
+def _streamed_state(trainer: Trainer, stores: list[MegatronStateStore]) -> dict[str, dict[str, Any]]:
+    """The pieces of every store put together to shards, by name, as `resident_state` gives them."""
+    shards = {shard.model_param: shard for shard in named_shards(trainer)}
+    state: dict[str, dict[str, Any]] = {}
+    for store in stores:
+        for param, start, stop, values, step in store.states():
+            shard = shards[param]
+            whole = state.setdefault(
+                shard.name, {name: torch.empty(shard.stop - shard.start) for name in SEGMENTS}
+            )
+            for name in SEGMENTS:
+                whole[name][start - shard.start : stop - shard.start] = values[name]
+            whole["step"] = float(step)
+    return state
+
+
+def _first_difference(
+    resident_loss: list[float], streamed_loss: list[float], resident: _Final, streamed: _Final
+) -> str | None:
+    for step, (one, other) in enumerate(zip(resident_loss, streamed_loss, strict=True), start=1):
+        if not _same_bits(one, other):
+            return f"the loss of step {step}"
+    if resident.params.keys() != streamed.params.keys() or resident.state.keys() != streamed.state.keys():
+        return "the names of parameters"
+    for name, param in resident.params.items():
+        if not _same_bits(param, streamed.params[name]):
+            return f"model param {name}"
+    for name, values in resident.state.items():
+        for key, value in values.items():
+            if not _same_bits(value, streamed.state[name][key]):
+                return f"{key} of {name}"
+    return None
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    if not torch.is_tensor(one):
+        one, other = torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64)
+    # Bytes, not values: NaN is equal to the same NaN, and 0.0 is not -0.0.
+    return one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
+
+
+def _largest_error(resident: _Final, streamed: _Final, segment: str) -> float:
+    return max(
+        (
+            (values[segment] - streamed.state[name][segment]).abs().max().item()
+            for name, values in resident.state.items()
+        ),
+        default=0.0,
+    )
+
+
+def _digest(final: _Final) -> str:
+    """One hash over all params, mains, moments and step counts, by name."""
+    digest = xxhash.xxh3_128()
+    named = {f"param/{name}": param for name, param in final.params.items()}
+    for name, values in final.state.items():
+        named |= {f"{key}/{name}": value for key, value in values.items()}
+    for name in sorted(named):
+        value = named[name]
+        digest.update(name.encode())
+        digest.update(_bytes(value if torch.is_tensor(value) else torch.tensor(value)).numpy())
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def _on_host(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: param.detach().cpu().clone() for name, param in params.items()}
+
+
+def _copied(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            key: value.detach().cpu().clone() if torch.is_tensor(value) else value
+            for key, value in values.items()
+        }
+        for name, values in state.items()
+    }
+
+
+def _silent(run: str, step: int) -> None:
+    return None
