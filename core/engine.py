@@ -3,30 +3,40 @@
 The caller of `step` runs the updates on its own thread. Reads, writes and copies run on engine threads;
 whichever thread finishes a command asks the schedule, under one lock, what can start now, so that I/O goes on
 while the caller is busy with an update. A bucket's chunks move in parallel, up to `IO_THREADS` each way.
+
+The first failure is kept, nothing new starts, and what is in flight lands before anybody is told.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
 
 import torch
 from torch.profiler import record_function
 
 from optstream.core.copies import Copies, HostCopies
-from optstream.core.errors import PoisonedError
+from optstream.core.errors import OptstreamError, PoisonedError
 from optstream.core.plan import Chunk
 from optstream.core.records import Span, StepRecord
 from optstream.core.schedule import Command, Schedule, Stage
 from optstream.core.store import BucketStore, Transfer
+from optstream.core.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 # Measured with `optstream bench step`: fewer leave the disk idle between requests, more only add latency.
 IO_THREADS = 4
+
+# A run of weeks must not grow by its own diary. Spans are most of it: a handful a bucket.
+RECORDS_KEPT = 1000
+SPANS_KEPT = 100
 
 Update = Callable[[int, torch.Tensor], None]
 
@@ -71,15 +81,22 @@ class Engine:
         self._update_due: Command | None = None
         self._failure: BaseException | None = None
         self._surfaced = False
-        self._records: list[StepRecord] = []
+        self._records: deque[StepRecord] = deque(maxlen=RECORDS_KEPT)
         # Reads belong to the step that will consume them, writes to the step that produced the values.
         self._reading_for = StepRecord(step=1)
         self._produced_by: dict[int, StepRecord] = {}
         self._observe = observe or (lambda: None)
-        self._readers = ThreadPoolExecutor(io_threads, thread_name_prefix="optstream-read")
-        self._writers = ThreadPoolExecutor(io_threads, thread_name_prefix="optstream-write")
-        self._uploader = ThreadPoolExecutor(1, thread_name_prefix="optstream-upload")
-        self._downloader = ThreadPoolExecutor(1, thread_name_prefix="optstream-download")
+        with ExitStack() as undo:
+            self._workers = {
+                stage: undo.enter_context(closing(Workers(count, f"optstream-{stage.value}")))
+                for stage, count in (
+                    (Stage.READ, io_threads),
+                    (Stage.UPLOAD, int(staged)),
+                    (Stage.DOWNLOAD, int(staged)),
+                    (Stage.WRITE, io_threads),
+                )
+            }
+            undo.pop_all()
 
     # ---- bounds ------------------------------------------------------------------------------------------
 
@@ -96,18 +113,21 @@ class Engine:
     @property
     def host_bytes(self) -> int:
         """Host memory allocated for places now."""
-        return sum(place.numel() for place in self._places.values())
+        with self._changed:
+            return sum(place.numel() for place in self._places.values())
 
     @property
     def slots(self) -> list[torch.Tensor]:
-        """The memory in which buckets are updated, as far as it is allocated now."""
-        with self._changed:
-            return list((self._slots if self.staged else self._places).values())
+        """The memory in which buckets are updated, as far as it is allocated now.
+
+        Takes no lock: `observe` may ask for it under the lock of another engine."""
+        return list((self._slots if self.staged else self._places).values())
 
     @property
     def records(self) -> list[StepRecord]:
-        """One record a step, in order. Their written bytes are final after `drain`."""
-        return self._records
+        """One record a step, in order: the latest RECORDS_KEPT, the latest SPANS_KEPT of them with spans.
+        Their written bytes are final after `drain`."""
+        return list(self._records)
 
     # ---- what an optimizer calls -------------------------------------------------------------------------
 
@@ -123,27 +143,16 @@ class Engine:
         """
         self.raise_failure()
         started = time.perf_counter()
-        with self._changed:
-            record = self._reading_for
-            record.step, record.buckets = step, len(active)
-            self._records.append(record)
-            if self.staged:
-                self._allocate_slots()
-            self._dispatch(self._schedule.start_step(active))
+        if self.staged and active:
+            self._allocate_slots()
         try:
-            while (command := self._await_update(record)) is not None:
-                self._run_update(command, update, record)
+            record = self._run_step(active, update, step)
+            record.total_s = time.perf_counter() - started
+            logger.info("%s", record)
         except BaseException as error:
+            # An interrupt too: whoever is interrupted here cannot know which buckets are updated.
             self._abandon(error)
             raise
-        self._reading_for = StepRecord(step=step + 1)
-        self._give_slots_back()
-        if not self._write_behind:
-            with record_function("optstream::wait_for_writes"):
-                record.waited_write_s += self.settle()
-        record.cache_hits = record.buckets - record.reads
-        record.total_s = time.perf_counter() - started
-        logger.info("%s", record)
         return record
 
     def read_ahead(self) -> None:
@@ -173,23 +182,32 @@ class Engine:
             self._changed.wait_for(lambda: not self._schedule.outstanding)
             self._schedule.reset()
             self._failure, self._surfaced, self._update_due = None, False, None
+            self._reading_for = StepRecord(step=0)
             self._produced_by.clear()
             self._slots.clear()
 
     def close(self) -> None:
-        """Stop the threads and free the memory, whatever state things are in. Idempotent."""
+        """Stop the threads and free the memory, whatever state things are in. Idempotent.
+
+        Raises, at the end, a failure that nobody has been told of."""
         with self._changed:
             self._changed.wait_for(lambda: not self._io_outstanding())
-        for pool in (self._readers, self._writers, self._uploader, self._downloader):
-            pool.shutdown(wait=True)
+        for workers in self._workers.values():
+            workers.close()
         self._places.clear()
         self._slots.clear()
+        if self._failure is not None and not self._surfaced:
+            self.raise_failure()
+
+    def runs(self, thread: threading.Thread) -> bool:
+        """Whether it is one of the engine's own, which cannot wait for the engine."""
+        return any(thread in workers for workers in self._workers.values())
 
     def poison(self, error: BaseException) -> None:
         """Refuse further steps because of `error`, which the caller raises itself."""
         with self._changed:
-            self._failure = self._failure or error
-            self._surfaced = True
+            if not self._surfaced:
+                self._failure, self._surfaced = _without_frames(self._failure or error), True
 
     def raise_failure(self) -> None:
         """Raise the first failure that nobody has been told of; after that, PoisonedError."""
@@ -198,16 +216,38 @@ class Engine:
                 return
             self._changed.wait_for(lambda: not self._io_outstanding())
             if not self._surfaced:
-                self._surfaced = True
-                raise self._failure
+                error = self._failure
+                self._failure, self._surfaced = _without_frames(error), True
+                raise error
             raise PoisonedError(
                 "the optimizer state is not usable",
-                why=f"an earlier step failed half-way ({self._failure}), so some buckets are one step ahead",
+                why=f"an earlier call failed ({_described(self._failure)}), maybe with some buckets updated",
                 remedy="Load a checkpoint to go on in this process, or restart from one",
                 cause=self._failure,
             )
 
     # ---- the caller's thread -----------------------------------------------------------------------------
+
+    def _run_step(self, active: Collection[int], update: Update, step: int) -> StepRecord:
+        with self._changed:
+            record = self._reading_for
+            record.step, record.buckets = step, len(active)
+            self._dispatch(self._schedule.start_step(active))
+        while (command := self._await_update(record)) is not None:
+            self._run_update(command, update, record)
+        with self._changed:
+            read = {span.bucket for span in record.spans if span.stage is Stage.READ}
+            record.reads = len(read.intersection(active))
+            record.cache_hits = record.buckets - record.reads
+            self._reading_for = StepRecord(step=step + 1)
+        self._give_slots_back()
+        if not self._write_behind:
+            with record_function("optstream::wait_for_writes"):
+                record.waited_write_s += self.settle()
+        self._records.append(record)
+        if len(self._records) > SPANS_KEPT:
+            self._records[-1 - SPANS_KEPT].spans.clear()
+        return record
 
     def _await_update(self, record: StepRecord) -> Command | None:
         """The next update to run, or None once the step is done. Raises the step's failure."""
@@ -244,9 +284,16 @@ class Engine:
 
     def _allocate_slots(self) -> None:
         # All at once and on the caller's stream, so that uploads need wait for that stream only here.
-        for slot in range(self.depth):
-            if slot not in self._slots:
-                self._slots[slot] = self._copies.allocate_slot(self.store.slot_bytes)
+        try:
+            for slot in range(self.depth):
+                if slot not in self._slots:
+                    memory = self._copies.allocate_slot(self.store.slot_bytes)
+                    with self._changed:
+                        self._slots[slot] = memory
+        except BaseException:
+            # Out of memory, say. No bucket was touched: whoever frees some can step again.
+            self._give_slots_back()
+            raise
         self._copies.step_begins()
 
     def _give_slots_back(self) -> None:
@@ -259,12 +306,13 @@ class Engine:
     def _abandon(self, error: BaseException) -> None:
         """The caller's thread cannot go on with the step. What is in flight still lands."""
         with self._changed:
-            if self._failure is None:
-                self._failure, self._surfaced = error, True
+            self.poison(error)
             for command in [c for c in self._schedule.outstanding if c.stage is Stage.UPDATE]:
                 self._schedule.failed(command)
             self._update_due = None
             self._changed.wait_for(lambda: not self._schedule.outstanding)
+            self._slots.clear()
+            self._observe()
 
     # ---- any thread --------------------------------------------------------------------------------------
 
@@ -273,23 +321,28 @@ class Engine:
         for command in commands:
             match command.stage:
                 case Stage.READ:
-                    self._reading_for.reads += 1
-                    self._readers.submit(self._move, command, self._readers, self._reading_for)
+                    task = partial(self._move, command, self._reading_for)
                 case Stage.WRITE:
-                    record = self._produced_by[command.bucket]
-                    self._writers.submit(self._move, command, self._writers, record)
+                    task = partial(self._move, command, self._produced_by[command.bucket])
                 case Stage.UPLOAD:
-                    self._uploader.submit(self._copy, command)
+                    task = partial(self._copy, command, self._reading_for)
                 case Stage.DOWNLOAD:
-                    self._downloader.submit(self._copy, command)
+                    task = partial(self._copy, command, self._produced_by[command.bucket])
                 case Stage.UPDATE:
                     self._update_due = command
+                    continue
+            self._workers[command.stage].submit(task)
         self._observe()
         self._changed.notify_all()
 
     def _finish(self, command: Command) -> None:
         with self._changed:
-            self._dispatch(self._schedule.completed(command))
+            try:
+                self._dispatch(self._schedule.completed(command))
+            except BaseException as error:
+                # On an engine thread nobody else would hear of it, and the caller would wait for ever.
+                self._failure = self._failure or error
+                self._changed.notify_all()
 
     def _fail(self, command: Command, error: BaseException) -> None:
         with self._changed:
@@ -301,7 +354,7 @@ class Engine:
     def _io_outstanding(self) -> bool:
         return any(command.stage is not Stage.UPDATE for command in self._schedule.outstanding)
 
-    def _copy(self, command: Command) -> None:
+    def _copy(self, command: Command, record: StepRecord) -> None:
         started = time.perf_counter()
         try:
             size = self.store.layouts[command.bucket].state_bytes
@@ -313,12 +366,11 @@ class Engine:
         except BaseException as error:
             self._fail(command, error)
             return
-        span = Span(command.stage, command.bucket, started, time.perf_counter())
-        self._records[-1].spans.append(span)
+        record.spans.append(Span(command.stage, command.bucket, started, time.perf_counter()))
         self._finish(command)
 
-    def _move(self, command: Command, pool: ThreadPoolExecutor, record: StepRecord) -> None:
-        """Open a bucket's file and share its chunks out over `pool`."""
+    def _move(self, command: Command, record: StepRecord) -> None:
+        """Open a bucket's file and share its chunks out over the threads of that direction."""
         try:
             place = self._place(command.place)
             if command.stage is Stage.READ:
@@ -328,7 +380,7 @@ class Engine:
         except BaseException as error:
             self._fail(command, error)
             return
-        _Move(self, command, transfer, place, record).start(pool)
+        _Move(self, command, transfer, place, record).start(self._workers[command.stage])
 
     def _moved(self, command: Command, transfer: Transfer, record: StepRecord, span: Span) -> None:
         with self._changed:
@@ -342,7 +394,9 @@ class Engine:
 
     def _place(self, number: int) -> torch.Tensor:
         if number not in self._places:
-            self._places[number] = self._copies.allocate_place(self.store.place_bytes)
+            place = self._copies.allocate_place(self.store.place_bytes)
+            with self._changed:
+                self._places[number] = place
         return self._places[number]
 
 
@@ -362,11 +416,11 @@ class _Move:
         self._left = len(transfer.chunks)
         self._error: BaseException | None = None
 
-    def start(self, pool: ThreadPoolExecutor) -> None:
+    def start(self, workers: Workers) -> None:
         if not self._left:
             self._end()
         for chunk in self._transfer.chunks:
-            pool.submit(self._one, chunk)
+            workers.submit(partial(self._one, chunk))
 
     def _one(self, chunk: Chunk) -> None:
         store = self._engine.store
@@ -395,3 +449,18 @@ class _Move:
             return
         span = Span(command.stage, command.bucket, self._started, time.perf_counter())
         self._engine._moved(command, transfer, record, span)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """A copy to remember `error` by. The error itself holds, by its traceback, every local of every caller:
+    bucket memory, gradients, the optimizer."""
+    try:
+        return copy.copy(error)
+    except Exception:  # An exception whose constructor takes more than its `args` says it does.
+        return OptstreamError(_described(error))
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, OptstreamError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

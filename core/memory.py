@@ -9,6 +9,7 @@ are pinned instead, since only from those can it copy on its own.
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -27,7 +28,9 @@ def allocate_host(size_bytes: int, *, pinned: bool = False) -> torch.Tensor:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = mmap.mmap(-1, round_up(size_bytes, HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        # Kernels built without huge pages refuse; small pages work as well, only slower.
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     skipped = -whole.data_ptr() % HUGE_PAGE_BYTES
     return whole[skipped : skipped + size_bytes]

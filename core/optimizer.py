@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ class StreamingAdamW(torch.optim.AdamW):
 
     `state` stays empty: `state_dict` says so by refusing, since a dict without moments would resume wrongly.
     Params changed in place between steps (weights loaded, for instance) are noticed, and the next step starts
-    from them. `close` removes the files; so does the end of the process.
+    from them; only writing through `param.data` goes unnoticed, as it does for autograd: call
+    `reload_model_params` then. `close` removes the files; so does the end of the process.
 
     Raises UnsupportedError for sparse or complex params, amsgrad and the like; storage errors as typed.
     """
@@ -53,6 +54,7 @@ class StreamingAdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, **adamw)
         self._entries: list[Entry] = []
         self._params: list[torch.nn.Parameter] = []
+        self._frozen: list[torch.nn.Parameter] = []
         for index, group in enumerate(self.param_groups):
             for param in group["params"]:
                 self._admit(param, index)
@@ -79,7 +81,7 @@ class StreamingAdamW(torch.optim.AdamW):
             backend=backend,
             update_class=torch.optim.AdamW,
         )
-        self._versions = [param._version for param in self._params]
+        self._seen = [_version(param) for param in self._params]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -88,13 +90,15 @@ class StreamingAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._changed_outside():
-            self.reload_model_params()
         updated = [entry for entry, param in enumerate(self._params) if param.grad is not None]
-        if sparse := [self._entries[entry].name for entry in updated if self._params[entry].grad.is_sparse]:
-            raise UnsupportedError(f"sparse gradients cannot be streamed ({', '.join(sparse)})")
+        self._refuse_gradients(updated)
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            # A GradScaler leaves the skipping to fused optimizers: nothing is updated, no step counted.
+            return loss
+        if changed := self._changed_outside():
+            self._reload(changed)
         self.streamer.step(self._gradient, self._publish, updated)
-        self._versions = [param._version for param in self._params]
         return loss
 
     @property
@@ -110,8 +114,7 @@ class StreamingAdamW(torch.optim.AdamW):
 
     def reload_model_params(self) -> None:
         """Take the main params anew from the parameters; moments and step counts stay."""
-        self.streamer.reload(self._values)
-        self._versions = [param._version for param in self._params]
+        self._reload(range(len(self._params)))
 
     def full_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """main, exp_avg, exp_avg_sq (fp32, the parameter's shape) and step of every parameter, by entry name.
@@ -164,6 +167,7 @@ class StreamingAdamW(torch.optim.AdamW):
 
     def _admit(self, param: torch.nn.Parameter, group: int) -> None:
         if not param.requires_grad:
+            self._frozen.append(param)
             return
         name = f"group{group}.param{len(self._params)}"
         if not param.is_floating_point() or param.layout is not torch.strided:
@@ -182,8 +186,25 @@ class StreamingAdamW(torch.optim.AdamW):
             self._entries.append(Entry(name, param.numel(), group))
             self._params.append(param)
 
-    def _changed_outside(self) -> bool:
-        return any(p._version != seen for p, seen in zip(self._params, self._versions, strict=True))
+    def _refuse_gradients(self, updated: Sequence[int]) -> None:
+        if any(param.grad is not None for param in self._frozen):
+            raise UnsupportedError(
+                "a parameter has a gradient but is not streamed",
+                why="it was frozen when the optimizer was constructed, so it has no files",
+                remedy="Construct the optimizer after unfreezing, or set the gradient to None",
+            )
+        if sparse := [self._entries[entry].name for entry in updated if self._params[entry].grad.is_sparse]:
+            raise UnsupportedError(f"sparse gradients cannot be streamed ({', '.join(sparse)})")
+
+    def _changed_outside(self) -> list[int]:
+        seen = zip(self._params, self._seen, strict=True)
+        return [entry for entry, (param, version) in enumerate(seen) if _version(param) != version]
+
+    def _reload(self, entries: Collection[int]) -> None:
+        # Not those that did not change: half-precision params would lose what their main params have more.
+        self.streamer.reload(self._values, entries)
+        for entry in entries:
+            self._seen[entry] = _version(self._params[entry])
 
     def _values(self, piece: Piece) -> torch.Tensor:
         return self._params[piece.entry].detach().view(-1)[piece.start : piece.stop]
@@ -194,3 +215,10 @@ class StreamingAdamW(torch.optim.AdamW):
 
     def _publish(self, piece: Piece, main: torch.Tensor) -> None:
         self._values(piece).copy_(main)
+        # At once, not at the end of the step: an interrupt in between would look like a change from outside.
+        self._seen[piece.entry] = _version(self._params[piece.entry])
+
+
+def _version(param: torch.nn.Parameter) -> tuple[int, int]:
+    """Differs once the values were written in place, or replaced by `param.data = ...`."""
+    return param._version, param.data_ptr()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from optstream.backends.errors import SpaceError
+from optstream.backends.errors import SpaceError, StorageError
 from optstream.backends.interface import Backend, StoredFile
 from optstream.core.errors import CorruptionError
 from optstream.core.formats import Format
@@ -215,7 +215,10 @@ class BucketStore:
         bucket = transfer.bucket
         extent = self.layouts[bucket].trailer
         raw = memoryview(bytearray(extent.size))
-        transfer.file.read_into(extent.offset, raw)
+        try:
+            transfer.file.read_into(extent.offset, raw)
+        except StorageError as error:
+            return f"the checksum differs, and the file's trailer cannot be read ({error.why})"
         trailer = Trailer.unpack(raw)
         if trailer is None:
             return "the checksum differs, and the file's trailer is damaged too"
@@ -223,4 +226,6 @@ class BucketStore:
             return f"the file holds bucket {trailer.bucket}: it was exchanged, or a write went astray"
         if trailer.step != self._steps[bucket]:
             return f"the file holds step {trailer.step}, not step {self._steps[bucket]}: a write was lost"
-        return "the checksum differs from that of the bytes last written: they were damaged"
+        return (
+            "the checksum differs from that of the bytes last written: they were damaged, or a write was lost"
+        )

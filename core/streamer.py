@@ -6,8 +6,11 @@ is here. Parameters are known by entry: one shard each, cut into pieces by the p
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +82,8 @@ class StateStreamer:
         self._copies = copies_for(device)
         self.steps = 0
         backend = backend or open_backend(config.directories, subdirectory=subdirectory)
-        try:
+        with ExitStack() as undo:
+            undo.callback(backend.close, remove_files=True)
             self.store = BucketStore(
                 backend,
                 self.entries,
@@ -98,11 +102,10 @@ class StateStreamer:
                 staged=device.type != "cpu" if staged is None else staged,
                 observe=observe,
             )
-            self._write_main(source)
-        except BaseException:
-            backend.close(remove_files=True)
-            raise
-        self._finalizer = weakref.finalize(self, _abandon, self.engine, self.store)
+            undo.callback(self.engine.close)
+            self._write_main(source, range(len(self.entries)))
+            undo.pop_all()
+        self._finalizer = weakref.finalize(self, _abandon, self.engine, self.store, os.getpid())
 
     @property
     def counts(self):
@@ -125,9 +128,14 @@ class StateStreamer:
             layout = self.store.layouts[bucket]
             self._updater.update(self.buckets[bucket], layout, memory, gradient, publish)
 
-        record = self.engine.step(active, update, step=self.steps + 1)
-        self.steps += 1
-        self.counts.advance(sorted(updated))
+        try:
+            record = self.engine.step(active, update, step=self.steps + 1)
+            self.steps += 1
+            self.counts.advance(sorted(updated))
+        except BaseException as error:
+            # Interrupted between the two, the counts would be behind the moments, and nobody would notice.
+            self.engine.poison(error)
+            raise
         return record
 
     def read_ahead(self) -> None:
@@ -135,10 +143,15 @@ class StateStreamer:
         if self.config.read_ahead:
             self.engine.read_ahead()
 
-    def reload(self, source: Source) -> None:
-        """Main params start again from `source`; moments and step counts stay."""
+    def reload(self, source: Source, entries: Collection[int] | None = None) -> None:
+        """The main params of `entries` (all by default) start again from `source`; moments and step counts
+        stay. A failure half-way poisons the streamer, as that of a step does."""
         self.engine.drain()
-        self._write_main(source)
+        try:
+            self._write_main(source, range(len(self.entries)) if entries is None else entries)
+        except BaseException as error:
+            self.engine.poison(error)
+            raise
 
     def state(self) -> Iterator[PieceState]:
         """Every piece's state, bucket by bucket: at most one bucket in host memory at a time."""
@@ -154,7 +167,9 @@ class StateStreamer:
                 yield PieceState(piece, **{name: values[name][piece.span].clone() for name in SEGMENTS})
 
     def close(self) -> None:
-        """Stop, and remove the files. What was not saved is gone. Idempotent."""
+        """Stop, and remove the files. What was not saved is gone. Idempotent.
+
+        Raises, when all that is done, the failure of a pending write or read that no call has raised yet."""
         self._finalizer()
 
     def _index_buckets(self) -> list[list[int]]:
@@ -164,23 +179,34 @@ class StateStreamer:
                 found[piece.entry].append(bucket.index)
         return found
 
-    def _write_main(self, source: Source) -> None:
-        if not self.buckets:
-            return
+    def _write_main(self, source: Source, entries: Collection[int]) -> None:
+        wanted = frozenset(entries)
         place = self._copies.allocate_place(self.store.place_bytes)
         for bucket, layout in zip(self.buckets, self.store.layouts, strict=True):
+            pieces = [piece for piece in bucket.pieces if piece.entry in wanted]
+            if not pieces:
+                continue
             extent = layout.segments["main"]
             main = place[extent.offset : extent.end]
-            main.zero_()
+            if len(pieces) < len(bucket.pieces):
+                self.store.read_bucket(bucket.index, place)
+            else:
+                main.zero_()
             values = main.view(torch.float32)
-            for piece in bucket.pieces:
+            for piece in pieces:
                 # Cast where the values are: a cross-dtype copy to pinned memory is far slower.
                 values[piece.span].copy_(source(piece).detach().float())
             step = self.store.step_of(bucket.index)
             self.store.write_bucket(bucket.index, place, step=step, segments=("main",))
 
 
-def _abandon(engine: Engine, store: BucketStore) -> None:
+def _abandon(engine: Engine, store: BucketStore, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # A forked child has neither the threads nor the claim, and the files are its parent's.
+    if engine.runs(threading.current_thread()):
+        # The garbage collector may run anywhere, also on a thread that closing has to wait for.
+        threading.Thread(target=_abandon, args=(engine, store, owner), name="optstream-close").start()
+        return
     try:
         engine.close()
     finally:
