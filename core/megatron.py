@@ -233,8 +233,17 @@ class MegatronStateStore:
 
     @property
     def resident_bytes(self) -> int:
-        """Device bytes of optimizer state that stays resident by design: moments of native fp32 params."""
-        return self._resident.state_bytes
+        """Device bytes of optimizer state that stays resident by design: the moments of native fp32 params,
+        and the one element that stands in for each evicted main param."""
+        return self._resident.state_bytes + 4 * len(self._shards)
+
+    def device_tensors(self) -> Iterator[torch.Tensor]:
+        """What is on the device now: slots, main params (evicted or not) and resident moments. Takes no lock,
+        as `Engine.slots`."""
+        yield from self.streamer.engine.slots
+        for shard in self._shards:
+            yield shard.main
+        yield from self._resident.moments()
 
     def states(self) -> Iterator[tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor], int]]:
         """(model param, start, stop, {main, exp_avg, exp_avg_sq}, step) of every piece of state.
@@ -416,8 +425,13 @@ class _ResidentPart:
 
     @property
     def state_bytes(self) -> int:
-        tensors = [value for state in self._worker.state.values() for value in state.values()]
-        return sum(value.nbytes for value in tensors if torch.is_tensor(value) and value.dim())
+        return sum(moment.nbytes for moment in self.moments())
+
+    def moments(self) -> Iterator[torch.Tensor]:
+        for state in list(self._worker.state.values()):
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in state:
+                    yield state[name]
 
     def step(self, group_counts: list[int]) -> None:
         """One update with the hyperparameters that the master groups have now."""
@@ -456,7 +470,8 @@ class _ResidentPart:
 
 def _half_precision_shards(optimizer: DistributedOptimizer) -> list[_Shard]:
     names = {
-        param: f"chunk{index}.{name}"
+        # Float16Module puts another "module." in front.
+        param: f"chunk{index}.{name.removeprefix('module.')}"
         for index, chunk in enumerate(optimizer.model_chunks)
         for name, param in chunk.module.named_parameters()
     }

@@ -96,9 +96,7 @@ def test_volume_and_residency_are_the_arithmetic(tmp_path):
 
 
 def test_ranks_share_the_volume(tmp_path):
-    comparisons = compare(
-        dataclasses.replace(SMALL, ranks=2), tmp_path, **STREAMED["many buckets"]
-    )
+    comparisons = compare(dataclasses.replace(SMALL, ranks=2), tmp_path, **STREAMED["many buckets"])
     total = sum(each.streamed.written_bytes[-1] for each in comparisons)
     assert total == 12 * comparisons[0].parameters
 

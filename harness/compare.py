@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import xxhash
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from optstream.backends import open_backend
 from optstream.core.megatron import (
@@ -22,7 +23,15 @@ from optstream.core.megatron import (
     streaming_construction,
 )
 from optstream.core.records import StepRecord
-from optstream.harness.ledger import Ledger, resident_roots, streamed_roots
+from optstream.harness.ledger import (
+    GRADIENTS,
+    STATE,
+    TEMPORARIES,
+    Ledger,
+    gradient_roots,
+    resident_roots,
+    streamed_roots,
+)
 from optstream.harness.training import Trainer
 from optstream.harness.training_config import TrainingConfig
 from optstream.harness.training_state import (
@@ -33,7 +42,6 @@ from optstream.harness.training_state import (
 )
 
 SEGMENTS = ("main", "exp_avg", "exp_avg_sq")
-STATE = "optimizer state"
 
 # What happens, and in which step; called on rank 0 only.
 Progress = Callable[[str, int], None]
@@ -55,12 +63,15 @@ class StreamSettings:
 
 @dataclass(frozen=True)
 class RunResult:
-    """One run on one rank. Bytes are of device memory that holds optimizer state."""
+    """One run on one rank. Bytes are of device memory: the state's, and beside it the fp32 gradients that
+    Megatron upcasts and what the update allocates for itself."""
 
     loss: list[float]
     step_s: list[float]
     state_bytes_peak: int
     state_bytes_timeline: list[tuple[float, int]]
+    gradient_bytes_peak: int
+    temporary_bytes_peak: int
     digest: str
 
 
@@ -126,15 +137,14 @@ def _run_resident(rank: int, config: TrainingConfig, progress: Progress) -> tupl
     trainer = Trainer(
         config,
         rank=rank,
-        construction=ledger.watch_construction,
+        construction=lambda: ledger.watch_allocations(STATE),
         after_construction=lambda optimizer: ledger.follow(STATE, resident_roots(optimizer)),
     )
     try:
         loss, step_s = _train(trainer, "resident", progress, ledger)
         gather_model_params(trainer)
         final = _Final(_on_host(model_params(trainer)), _copied(resident_state(trainer)))
-        result = RunResult(loss, step_s, ledger.peak_bytes(STATE), ledger.timeline(STATE), _digest(final))
-        return result, final
+        return RunResult(loss, step_s, *_measured(ledger), _digest(final)), final
     finally:
         trainer.close()
 
@@ -146,7 +156,7 @@ def _run_streamed(
     stores: list[MegatronStateStore] = []
     args = settings.namespace()
 
-    def set_up(optimizer) -> None:
+    def set_up(optimizer: MegatronOptimizer) -> None:
         ledger.follow(STATE, streamed_roots(stores))
         stores.extend(
             setup_optimizer_state_streaming(
@@ -161,7 +171,7 @@ def _run_streamed(
 
     @contextlib.contextmanager
     def construction() -> Iterator[None]:
-        with streaming_construction(args), ledger.watch_construction():
+        with streaming_construction(args), ledger.watch_allocations(STATE):
             yield
 
     trainer = Trainer(config, rank=rank, construction=construction, after_construction=set_up)
@@ -176,17 +186,49 @@ def _run_streamed(
         trainer.close()
 
 
+# The step in which the update's own allocations are watched, which slows it: an early one, past the first.
+WATCHED_STEP = 2
+
+
 def _train(
     trainer: Trainer, name: str, progress: Progress, ledger: Ledger
 ) -> tuple[list[float], list[float]]:
+    ledger.follow(GRADIENTS, gradient_roots(trainer.optimizer))
     loss, step_s = [], []
-    for step in range(trainer.config.steps):
+    watched = min(WATCHED_STEP, trainer.config.steps)
+    for step in range(1, trainer.config.steps + 1):
         started = time.perf_counter()
-        loss.append(trainer.train_step().loss)
+        with _update_watched(trainer.optimizer, ledger) if step == watched else contextlib.nullcontext():
+            loss.append(trainer.train_step().loss)
         step_s.append(time.perf_counter() - started)
         ledger.sample()
-        progress(name, step + 1)
+        progress(name, step)
     return loss, step_s
+
+
+@contextlib.contextmanager
+def _update_watched(optimizer: MegatronOptimizer, ledger: Ledger) -> Iterator[None]:
+    """What `optimizer.step` allocates meanwhile is counted; the rest of the training step is not watched."""
+    original = optimizer.step
+
+    def step():
+        with ledger.watch_allocations(TEMPORARIES):
+            return original()
+
+    optimizer.step = step
+    try:
+        yield
+    finally:
+        del optimizer.step
+
+
+def _measured(ledger: Ledger) -> tuple[int, list[tuple[float, int]], int, int]:
+    return (
+        ledger.peak_bytes(STATE),
+        ledger.timeline(STATE),
+        ledger.peak_bytes(GRADIENTS),
+        ledger.peak_bytes(TEMPORARIES),
+    )
 
 
 def _streamed_result(
@@ -202,8 +244,7 @@ def _streamed_result(
     return StreamedResult(
         loss,
         step_s,
-        ledger.peak_bytes(STATE),
-        ledger.timeline(STATE),
+        *_measured(ledger),
         _digest(final),
         state_bytes_bound=sum(engine.device_bytes_bound for engine in engines)
         + sum(store.resident_bytes for store in stores),

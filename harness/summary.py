@@ -64,6 +64,16 @@ def table(config: TrainingConfig, comparisons: list[Comparison]) -> Table:
         "",
         f"{streamed.state_bytes_bound:,}",
     )
+    shown.add_row(
+        "beside it: upcast gradients, peak bytes",
+        f"{resident.gradient_bytes_peak:,}",
+        f"{streamed.gradient_bytes_peak:,}",
+    )
+    shown.add_row(
+        "beside it: the update's temporaries, peak bytes",
+        f"{resident.temporary_bytes_peak:,}",
+        f"{streamed.temporary_bytes_peak:,}",
+    )
     shown.add_row("bytes read, first step", "", f"{streamed.read_bytes[0]:,}")
     shown.add_row("bytes read a step, later", "", f"{streamed.read_bytes[-1]:,}")
     shown.add_row("bytes written a step", "", f"{streamed.written_bytes[-1]:,}")

@@ -34,6 +34,7 @@ with quiet_megatron_import():
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,10 @@ def _model_chunk(config: TrainingConfig, transformer_config: TransformerConfig) 
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=config.tied_embeddings,
         position_embedding_type="rope",
-    )
+    ).cuda()
+    # As Megatron's own `get_model`. Without it, the local spec's norms stay fp32.
+    if (config.bf16 or config.fp16) and not config.native_fp32_norms:
+        model = Float16Module(transformer_config, model)
     return DistributedDataParallel(
         config=transformer_config,
         ddp_config=DistributedDataParallelConfig(
@@ -213,7 +217,7 @@ def _model_chunk(config: TrainingConfig, transformer_config: TransformerConfig) 
             overlap_grad_reduce=config.overlap_grad_reduce,
             overlap_param_gather=config.overlap_param_gather,
         ),
-        module=model.cuda(),
+        module=model,
     )
 
 

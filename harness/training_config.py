@@ -31,7 +31,8 @@ class TrainingConfig:
     """A byte-level GPT and how it is trained. Raises ConfigurationError if it cannot run.
 
     `batch` is in sequences per microbatch and data-parallel rank; `seq` in bytes; `experts` 0 means a dense
-    model. The `ep` expert-parallel ranks are taken from the data-parallel ones, as in Megatron.
+    model; `native_fp32_norms` keeps the norms of a half-precision model in fp32. The `ep` expert-parallel
+    ranks are taken from the data-parallel ones, as in Megatron.
     """
 
     steps: int = 10
@@ -58,6 +59,7 @@ class TrainingConfig:
 
     bf16: bool = True
     fp16: bool = False
+    native_fp32_norms: bool = False
     initial_loss_scale: float = 2.0**16
     grad_reduce_in_fp32: bool = True
     overlap_grad_reduce: bool = False

@@ -155,4 +155,4 @@ def _canonical_name(trainer: Trainer, chunk_index: int, name: str, param: torch.
         prefix += f"pp{parallel_state.get_pipeline_model_parallel_rank()}."
     if config.ep > 1 and not getattr(param, "allreduce", True):  # Megatron's mark of an expert parameter
         prefix += f"ep{parallel_state.get_expert_model_parallel_rank()}."
-    return f"{prefix}chunk{chunk_index}.{name}"
+    return f"{prefix}chunk{chunk_index}.{name.removeprefix('module.')}"
