@@ -176,9 +176,9 @@ def _warm_up_and_compare(contenders: dict[str, Contender]) -> None:
     """The first step writes the moments and faults memory in; it is also the test that all do the same."""
     for contender in contenders.values():
         contender.run(1)
-    expected = contenders["resident"].params
+    expected = contenders["resident"].model.params
     for name, contender in contenders.items():
-        if not all(map(torch.equal, expected, contender.params)):
+        if not all(map(torch.equal, expected, contender.model.params)):
             raise BenchError(
                 f"the {name} step gives other params than the resident step",
                 remedy="Do not trust this machine or this build: run the tests",

@@ -128,7 +128,7 @@ def _conditions(report: BenchReport) -> str:
     facts = report.as_dict()
     settings = report.settings
     return (
-        f"{settings.numel / 1e6:g} million fp32 params, {'fused ' if settings.fused else ''}AdamW, "
+        f"{settings.numel / 1e6:g} million params, {'fused ' if settings.fused else ''}AdamW, "
         f"{facts['read_bytes'] / 1e9:.2f} GB read and {facts['written_bytes'] / 1e9:.2f} GB written a step, "
         f"{facts['host_bytes_peak'] / 1e9:.2f} GB of host buffers, {facts['machine']['cpus']} CPUs; "
         f"medians of {settings.launches} launches, {settings.rounds} rounds of {settings.steps} steps each"

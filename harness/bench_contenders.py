@@ -1,8 +1,8 @@
-"""What `optstream bench step` compares: the same Adam step, done in several ways on the same values.
+"""What `optstream bench step` compares: one mixed-precision optimizer step, done in several ways.
 
-All of them hold fp32 params, so that no casts are measured: streaming moves the same 12 bytes a param each
-way, and a mixed-precision trainer pays for its casts with and without it. Against the resident step,
-streaming still has one copy more to do, since its main params are not the model's own.
+All start from the same fp32 gradients, and all end with new bf16 model params: Adam on fp32 main params, then
+the copy into the model's own. That is what Megatron's optimizer does, with and without streaming, so that
+what the contenders differ in is where the state lives and how it moves.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from optstream.core.copies import Copies, HostCopies, copies_for
 from optstream.core.engine import Engine
 from optstream.core.formats import segment_formats
 from optstream.core.memory import bytes_of
-from optstream.core.optimizer import StreamingAdamW
-from optstream.core.plan import Entry, bucket_layout, plan_buckets
+from optstream.core.plan import Entry, Piece, bucket_layout, plan_buckets
 from optstream.core.records import StepRecord
 from optstream.core.store import BucketStore
+from optstream.core.streamer import StateStreamer
 from optstream.core.update import BucketUpdater
 
 # A param as large as a 4096 x 4096 matrix, at most: models consist of many, and cutting few is not typical.
@@ -49,21 +49,21 @@ class Contender(Protocol):
 
 
 class Problem:
-    """Parameters of `numel` elements in all and their gradients, the same values for every contender."""
+    """Parameters of `numel` elements in all and their fp32 gradients, the same values for every contender."""
 
     def __init__(self, numel: int, device: torch.device, *, fused: bool) -> None:
         self.device = device
-        self.adamw = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.01, "fused": fused}
+        self._fused = fused
         whole, rest = divmod(numel, PARAM_NUMEL_MAX)
         self.numels = [PARAM_NUMEL_MAX] * whole + ([rest] if rest else [])
-        self._gradients = list(self._values(seed=1, scale=1e-2))
+        self.gradients = list(self._values(seed=1, scale=1e-2))
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Fresh params with the initial values; the gradients are shared by all."""
-        params = [torch.nn.Parameter(values) for values in self._values(seed=0, scale=1.0)]
-        for param, gradient in zip(params, self._gradients, strict=True):
-            param.grad = gradient
-        return params
+    def model(self) -> Model:
+        """A fresh one, with the initial values."""
+        return Model([values.bfloat16() for values in self._values(seed=0, scale=1.0)], self.gradients)
+
+    def adamw(self, params: list[torch.Tensor]) -> torch.optim.AdamW:
+        return torch.optim.AdamW(params, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=self._fused)
 
     def entries(self) -> list[Entry]:
         return [Entry(f"param{index}", numel, 0) for index, numel in enumerate(self.numels)]
@@ -79,40 +79,67 @@ class Problem:
             yield torch.empty(numel).uniform_(-scale, scale, generator=generator).to(self.device)
 
 
+@dataclass(frozen=True)
+class Model:
+    """bf16 params, 1-D, and their fp32 gradients, as a streamed update asks for them."""
+
+    params: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+
+    def values(self, piece: Piece) -> torch.Tensor:
+        return self.params[piece.entry][piece.start : piece.stop]
+
+    def gradient(self, piece: Piece) -> torch.Tensor:
+        return self.gradients[piece.entry][piece.start : piece.stop]
+
+    def publish(self, piece: Piece, main: torch.Tensor) -> None:
+        self.values(piece).copy_(main)
+
+
 class Resident:
     """torch's AdamW with all state on the device."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self.params = problem.parameters()
-        self._optimizer = torch.optim.AdamW(self.params, **problem.adamw)
+        self.model = problem.model()
+        self._mains = [param.float() for param in self.model.params]
+        for main, gradient in zip(self._mains, problem.gradients, strict=True):
+            main.grad = gradient
+        self._optimizer = problem.adamw(self._mains)
 
     def run(self, steps: int) -> float:
         started = time.perf_counter()
         for _ in range(steps):
             self._optimizer.step()
+            for param, main in zip(self.model.params, self._mains, strict=True):
+                param.copy_(main)
         self._problem.synchronize()
         return (time.perf_counter() - started) / steps
 
     def close(self) -> None:
-        self.params = []
-        self._optimizer = None
+        """Nothing but memory to give back."""
 
 
 class Streamed:
-    """StreamingAdamW as it ships, with the given flags."""
+    """The state streamed as it ships, with the given flags."""
 
     def __init__(self, problem: Problem, config: StreamConfig) -> None:
         self._problem = problem
-        self.params = problem.parameters()
-        self._optimizer = StreamingAdamW(self.params, config, **problem.adamw)
-        self._engine = self._optimizer.streamer.engine
+        self.model = problem.model()
+        self._streamer = StateStreamer(
+            config,
+            problem.adamw(self.model.params),
+            problem.entries(),
+            self.model.values,
+            device=problem.device,
+            subdirectory=_subdirectory(),
+        )
 
     def run(self, steps: int) -> float:
         started = time.perf_counter()
         for _ in range(steps):
-            self._optimizer.step()
-        self._engine.drain()
+            self._step()
+        self._streamer.engine.drain()
         self._problem.synchronize()
         return (time.perf_counter() - started) / steps
 
@@ -121,21 +148,24 @@ class Streamed:
         backward, twice as long as forward, starts the read-ahead."""
         for _ in range(steps):
             time.sleep(gap_s / 3)
-            self._optimizer.streamer.read_ahead()
+            self._streamer.read_ahead()
             time.sleep(gap_s * 2 / 3)
-            self._optimizer.step()
-        records = self._optimizer.records[-steps:]
-        self._engine.drain()
+            self._step()
+        records = self._streamer.engine.records[-steps:]
+        self._streamer.engine.drain()
         return records
 
     @property
     def host_bytes(self) -> int:
         """Host memory that buckets take now. It never shrinks before `close`."""
-        return self._engine.host_bytes
+        return self._streamer.engine.host_bytes
 
     def close(self) -> None:
-        self._optimizer.close()
-        self.params = []
+        self._streamer.close()
+
+    def _step(self) -> None:
+        everything = range(len(self._streamer.entries))
+        self._streamer.step(self.model.gradient, self.model.publish, everything)
 
 
 class Serial:
@@ -148,7 +178,7 @@ class Serial:
 
     def __init__(self, problem: Problem, config: StreamConfig) -> None:
         self._problem = problem
-        self.params = problem.parameters()
+        self.model = problem.model()
         entries = problem.entries()
         formats = segment_formats(config.moment_dtype)
         element_bytes = {name: format_.element_bytes for name, format_ in formats.items()}
@@ -163,7 +193,7 @@ class Serial:
             )
             for bucket in self._buckets
         ]
-        master = torch.optim.AdamW(self.params, **problem.adamw)
+        master = problem.adamw(self.model.params)
         self._updater = BucketUpdater(master, [entry.group for entry in entries], formats)
         size = max(layout.state_bytes for layout in self._layouts)
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=problem.device.type != "cpu")
@@ -192,7 +222,6 @@ class Serial:
 
     def close(self) -> None:
         self._resources.close()
-        self.params = []
 
     def _step(self) -> None:
         for bucket, layout, file in zip(self._buckets, self._layouts, self._files, strict=True):
@@ -202,13 +231,13 @@ class Serial:
                 file.readinto(self._memory(chunk.offset, chunk.size))
             if self._slot is not self._host:
                 self._slot[state].copy_(self._host[state])
-            self._updater.update(bucket, layout, self._slot[state], self._gradient, self._publish)
+            self._updater.update(bucket, layout, self._slot[state], self.model.gradient, self.model.publish)
             if self._slot is not self._host:
                 self._host[state].copy_(self._slot[state])
             for chunk in layout.chunks:
                 file.seek(chunk.offset)
                 file.write(self._memory(chunk.offset, chunk.size))
-        self._updater.counts.advance(range(len(self.params)))
+        self._updater.counts.advance(range(len(self.model.params)))
         self._problem.synchronize()
 
     def _write_initial(self) -> None:
@@ -217,7 +246,7 @@ class Serial:
             extent = layout.segments["main"]
             main = self._host[extent.offset : extent.end].view(torch.float32)
             for piece in bucket.pieces:
-                main[piece.span].copy_(self._values(piece))
+                main[piece.span].copy_(self.model.values(piece))
             file.write(self._memory(0, layout.state_bytes))
 
     def _drop_from_page_cache(self) -> None:
@@ -228,15 +257,6 @@ class Serial:
 
     def _memory(self, offset: int, size: int) -> memoryview:
         return bytes_of(self._host)[offset : offset + size]
-
-    def _values(self, piece) -> torch.Tensor:
-        return self.params[piece.entry].detach()[piece.start : piece.stop]
-
-    def _gradient(self, piece) -> torch.Tensor:
-        return self.params[piece.entry].grad[piece.start : piece.stop]
-
-    def _publish(self, piece, main: torch.Tensor) -> None:
-        self._values(piece).copy_(main)
 
 
 @dataclass(frozen=True)
@@ -310,3 +330,7 @@ class Floor:
     def close(self) -> None:
         self._engine.close()
         self._store.close(remove_files=True)
+
+
+def _subdirectory() -> str:
+    return f"bench/pid{os.getpid()}/contender{next(_numbers)}"
