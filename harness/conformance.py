@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
@@ -106,6 +106,8 @@ class BackendContract:
         sizes = st.integers(0, 3 * 65536 + 100)
         grains = st.sampled_from([1, 1, 512, 4096, 65536])
 
+        # The speed of a disk is no part of the contract.
+        @settings(deadline=None)
         @given(data=st.data(), size_bytes=sizes, grain=grains)
         def check(data: DataObject, size_bytes: int, grain: int) -> None:
             places = st.integers(0, size_bytes // grain)
