@@ -1,4 +1,4 @@
-"""`pytest -m unit` collects on a machine without Megatron; `-m e2e` there fails instead of passing unnoticed."""
+"""`pytest -m unit` collects on a machine without Megatron; `-m e2e` there fails and does not pass unnoticed."""
 
 from __future__ import annotations
 

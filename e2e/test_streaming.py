@@ -6,8 +6,10 @@ import dataclasses
 import os
 
 import pytest
-from optstream.harness.compare import Comparison, StreamSettings, compare_on_rank
+
+from optstream.harness.compare import Comparison, compare_on_rank
 from optstream.harness.launch import run_ranks
+from optstream.harness.stream_settings import StreamSettings
 from optstream.harness.training_config import TrainingConfig
 
 pytestmark = pytest.mark.e2e

@@ -5,7 +5,6 @@ One rank's part of `optstream train`: a function for `run_ranks`, with plain dat
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ import torch
 import xxhash
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from optstream.backends import open_backend
 from optstream.core.megatron import (
     MegatronStateStore,
     setup_optimizer_state_streaming,
@@ -32,6 +30,7 @@ from optstream.harness.ledger import (
     resident_roots,
     streamed_roots,
 )
+from optstream.harness.stream_settings import StreamSettings
 from optstream.harness.training import Trainer
 from optstream.harness.training_config import TrainingConfig
 from optstream.harness.training_state import (
@@ -45,20 +44,6 @@ SEGMENTS = ("main", "exp_avg", "exp_avg_sq")
 
 # What happens, and in which step; called on rank 0 only.
 Progress = Callable[[str, int], None]
-
-
-@dataclass(frozen=True)
-class StreamSettings:
-    """How the streamed run streams: a trainer's flags by argparse name, and the kind of backend."""
-
-    flags: dict[str, Any]
-    backend: str = "nvme"
-
-    def namespace(self) -> argparse.Namespace:
-        return argparse.Namespace(**self.flags)
-
-    def open_backend(self, directories, *, subdirectory: str):
-        return open_backend(directories, subdirectory=subdirectory, kind=self.backend)
 
 
 @dataclass(frozen=True)
