@@ -1,4 +1,4 @@
-"""`pytest -m unit` collects on a machine without Megatron; `-m e2e` there fails and does not pass unnoticed."""
+"""`pytest -m unit` collects on a machine without Megatron; there `-m e2e` fails, not passes unnoticed."""
 
 from __future__ import annotations
 
