@@ -11,9 +11,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from allpairspy import AllPairs
-
 from optstream.harness.domains import Combination
+from optstream.harness.errors import ConfigurationError
 from optstream.harness.valid_space import ValidSpace
 
 Assignment = tuple[tuple[str, object], ...]
@@ -54,6 +53,14 @@ def covering_array(space: ValidSpace, strength: int = 2) -> list[Combination]:
 
 
 def _generated(space: ValidSpace, strength: int) -> Iterator[Combination]:
+    try:
+        from allpairspy import AllPairs
+    except ImportError as error:
+        raise ConfigurationError(
+            "no covering array can be made",
+            why="allpairspy is not installed",
+            remedy="Install it with: pip install 'optstream[test]'",
+        ) from error
     dests = tuple(space.domains)
 
     def extendable(prefix: Sequence[object]) -> bool:
