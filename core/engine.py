@@ -10,6 +10,7 @@ The first failure is kept, nothing new starts, and what is in flight lands befor
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import threading
 import time
@@ -86,6 +87,7 @@ class Engine:
         self._reading_for = StepRecord(step=1)
         self._produced_by: dict[int, StepRecord] = {}
         self._observe = observe or (lambda: None)
+        self._turns = itertools.count()
         with ExitStack() as undo:
             self._workers = {
                 stage: undo.enter_context(closing(Workers(count, f"optstream-{stage.value}")))
@@ -230,6 +232,7 @@ class Engine:
 
     def _run_step(self, active: Collection[int], update: Update, step: int) -> StepRecord:
         with self._changed:
+            self.raise_failure()  # A pending write may have failed since `step` asked.
             record = self._reading_for
             record.step, record.buckets = step, len(active)
             self._dispatch(self._schedule.start_step(active))
@@ -319,11 +322,12 @@ class Engine:
     def _dispatch(self, commands: list[Command]) -> None:
         """Start `commands`. The lock is held."""
         for command in commands:
+            turn = next(self._turns)
             match command.stage:
                 case Stage.READ:
-                    task = partial(self._move, command, self._reading_for)
+                    task = partial(self._move, command, self._reading_for, turn)
                 case Stage.WRITE:
-                    task = partial(self._move, command, self._produced_by[command.bucket])
+                    task = partial(self._move, command, self._produced_by[command.bucket], turn)
                 case Stage.UPLOAD:
                     task = partial(self._copy, command, self._reading_for)
                 case Stage.DOWNLOAD:
@@ -331,7 +335,7 @@ class Engine:
                 case Stage.UPDATE:
                     self._update_due = command
                     continue
-            self._workers[command.stage].submit(task)
+            self._workers[command.stage].submit(task, turn)
         self._observe()
         self._changed.notify_all()
 
@@ -357,20 +361,27 @@ class Engine:
     def _copy(self, command: Command, record: StepRecord) -> None:
         started = time.perf_counter()
         try:
-            size = self.store.layouts[command.bucket].state_bytes
-            place, slot = self._places[command.place][:size], self._slots[command.slot][:size]
-            if command.stage is Stage.UPLOAD:
-                self._copies.upload(place, slot)
-            else:
-                self._copies.download(slot, place)
+            self._copy_bytes(command)
         except BaseException as error:
             self._fail(command, error)
             return
         record.spans.append(Span(command.stage, command.bucket, started, time.perf_counter()))
         self._finish(command)
 
-    def _move(self, command: Command, record: StepRecord) -> None:
-        """Open a bucket's file and share its chunks out over the threads of that direction."""
+    def _copy_bytes(self, command: Command) -> None:
+        # Apart, so that no local of a thread still holds the slot when the step has given it back.
+        size = self.store.layouts[command.bucket].state_bytes
+        place, slot = self._places[command.place][:size], self._slots[command.slot][:size]
+        if command.stage is Stage.UPLOAD:
+            self._copies.upload(place, slot)
+        else:
+            self._copies.download(slot, place)
+
+    def _move(self, command: Command, record: StepRecord, turn: int) -> None:
+        """Open a bucket's file and share its chunks out over the threads of that direction.
+
+        In `turn`: what is needed first arrives first, instead of sharing the disk with what comes later.
+        """
         try:
             place = self._place(command.place)
             if command.stage is Stage.READ:
@@ -380,7 +391,7 @@ class Engine:
         except BaseException as error:
             self._fail(command, error)
             return
-        _Move(self, command, transfer, place, record).start(self._workers[command.stage])
+        _Move(self, command, transfer, place, record).start(self._workers[command.stage], turn)
 
     def _moved(self, command: Command, transfer: Transfer, record: StepRecord, span: Span) -> None:
         with self._changed:
@@ -416,11 +427,11 @@ class _Move:
         self._left = len(transfer.chunks)
         self._error: BaseException | None = None
 
-    def start(self, workers: Workers) -> None:
+    def start(self, workers: Workers, turn: int) -> None:
         if not self._left:
             self._end()
         for chunk in self._transfer.chunks:
-            workers.submit(partial(self._one, chunk))
+            workers.submit(partial(self._one, chunk), turn)
 
     def _one(self, chunk: Chunk) -> None:
         store = self._engine.store

@@ -1,4 +1,4 @@
-"""A few threads that run tasks in the order in which they were submitted.
+"""A few threads that run tasks in turn: of those that wait, the one with the lowest turn goes first.
 
 Not a ThreadPoolExecutor, because of how a process ends: that one refuses new tasks as soon as the interpreter
 begins to exit, while a write-behind still hands its chunks out, and whoever waits for those waits for ever.
@@ -7,9 +7,11 @@ These threads are daemons: they work on until `close`, which an exit handler cal
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from itertools import count as count_up
+from queue import PriorityQueue
 
 Task = Callable[[], None]
 
@@ -18,7 +20,8 @@ class Workers:
     """`count` threads. A task handles its own exceptions: one that escapes ends its thread."""
 
     def __init__(self, count: int, name: str) -> None:
-        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._tasks: PriorityQueue[tuple[float, int, Task | None]] = PriorityQueue()
+        self._submitted = count_up()  # Keeps tasks of one turn in order, and the queue from comparing tasks.
         self._threads: list[threading.Thread] = []
         try:
             for index in range(count):
@@ -31,13 +34,13 @@ class Workers:
             self.close()
             raise
 
-    def submit(self, task: Task) -> None:
-        self._tasks.put(task)
+    def submit(self, task: Task | None, turn: float = 0) -> None:
+        self._tasks.put((turn, next(self._submitted), task))
 
     def close(self) -> None:
         """Return once everything submitted has run and the threads have ended. Idempotent."""
         for _ in self._threads:
-            self._tasks.put(None)
+            self.submit(None, math.inf)
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -46,8 +49,8 @@ class Workers:
         return thread in self._threads
 
 
-def _run(tasks: SimpleQueue[Task | None]) -> None:
-    while (task := tasks.get()) is not None:
+def _run(tasks: PriorityQueue[tuple[float, int, Task | None]]) -> None:
+    while (task := tasks.get()[-1]) is not None:
         task()
         # A waiting thread would otherwise keep what its last task held: memory, or the optimizer itself.
         del task
