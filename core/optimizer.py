@@ -31,6 +31,7 @@ class StreamingAdamW(torch.optim.AdamW):
         and schedulers may change them; frozen params are left alone; more groups cannot be added later.
     config: where and how to stream. Other keywords are AdamW's.
     backend: an already claimed storage backend, instead of the config's directories.
+    staged, observe: for harnesses; see `Engine`.
 
     `state` stays empty: `state_dict` says so by refusing, since a dict without moments would resume wrongly.
     Params changed in place between steps (weights loaded, for instance) are noticed, and the next step starts
@@ -48,6 +49,7 @@ class StreamingAdamW(torch.optim.AdamW):
         lr: float = 1e-3,
         backend: Backend | None = None,
         staged: bool | None = None,
+        observe: Callable[[], None] | None = None,
         **adamw: Any,
     ) -> None:
         self._streamer: StateStreamer | None = None
@@ -80,6 +82,7 @@ class StreamingAdamW(torch.optim.AdamW):
             staged=staged,
             backend=backend,
             update_class=torch.optim.AdamW,
+            observe=observe,
         )
         self._seen = [_version(param) for param in self._params]
 
