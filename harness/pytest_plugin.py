@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import pytest
 
+from optstream.harness.matrix_shard import parse_shard
+
 LEVELS = {
     "unit": "fast, on a CPU, without Megatron",
     "e2e": "the full Megatron path, simulated or on GPUs",
@@ -23,6 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=False,
         help="refuse tests that carry none of the markers " + ", ".join(LEVELS),
     )
+    parser.addoption(
+        "--matrix-shard",
+        type=parse_shard,
+        metavar="I/N",
+        help="of the argument matrix, run only part I of N, so that N runners share it",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,6 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # tryfirst: `-m` deselects in this same hook, and would drop the unmarked tests before they are seen.
+    if shard := config.getoption("--matrix-shard"):
+        kept, dropped = shard.select(items)
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
     if not config.getini("optstream_require_level"):
         return
     unmarked = [item.nodeid for item in items if not has_level(item)]
