@@ -2,7 +2,7 @@
 
 Megatron hangs gradients and attributes on its main params and asks for their size, so something must stand in
 for one whose values are elsewhere. It is a single NaN expanded to the shape: reading it gives NaN and not an
-old value, writing to it is an error, and it takes no memory however large it is.
+old value, writing values to it (a copy, an update) is an error, and it takes no memory however large it is.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from optstream.core.plan import Entry, Piece
 from optstream.core.records import StepRecord
 from optstream.core.scratch import scratch_subdirectory
 from optstream.core.streamer import StateStreamer
-from optstream.core.update import worker_of
+from optstream.core.update import keeps_step_per_parameter, step_tensor, worker_of
 from optstream.core.validator import stream_config, validate_arguments
 
 logger = logging.getLogger(__name__)
@@ -447,9 +447,16 @@ class _ResidentPart:
             self._worker.step()
 
     def restart_at(self, step: int) -> None:
-        for state in self._worker.state.values():
-            if "step" in state:
-                state["step"] = torch.full_like(state["step"], float(step))
+        """Every param has had `step` updates. Moments that are not there yet start from zero."""
+        if not keeps_step_per_parameter(self._worker):
+            return
+        inner = self._megatron.optimizer
+        for group, shards in zip(inner.param_groups, self._megatron.shard_fp32_groups, strict=True):
+            for main in shards:
+                state = self._worker.state[main]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(name, torch.zeros_like(main))
+                state["step"] = step_tensor(group, step, main)
 
     def states(self) -> Iterator[tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor], int]]:
         megatron = self._megatron

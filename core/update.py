@@ -28,6 +28,12 @@ def keeps_step_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.Adam)
 
 
+def step_tensor(group: dict, count: int, main: torch.Tensor) -> torch.Tensor:
+    """A step count as torch's own `_init_group` makes it: where the kernel reads it, a tensor of its own."""
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(float(count), dtype=torch.float32, device=main.device if on_device else "cpu")
+
+
 def refuse_unstreamable(optimizer: torch.optim.Optimizer) -> None:
     """Raise UnsupportedError for options that keep more state than two moments and a step count."""
     for group in optimizer.param_groups:
@@ -138,7 +144,7 @@ class BucketUpdater:
             main.grad = grad
             worker.state[main] = {name: values[name][piece.span] for name in ("exp_avg", "exp_avg_sq")}
             if self.counts_per_parameter:
-                worker.state[main]["step"] = self._step_tensor(group, self.counts.entries[piece.entry], main)
+                worker.state[main]["step"] = step_tensor(group, self.counts.entries[piece.entry], main)
             group["params"].append(main)
             updated.append((piece, main))
         worker.param_groups = [group for group in groups if group["params"]]
@@ -153,9 +159,3 @@ class BucketUpdater:
             main.grad = None
         for name in SEGMENTS:
             self._formats[name].encode(values[name], stored[name])
-
-    @staticmethod
-    def _step_tensor(group: dict, count: int, main: torch.Tensor) -> torch.Tensor:
-        # As torch's own `_init_group` makes it: on the device where the kernel reads it, else on the CPU.
-        on_device = group.get("capturable") or group.get("fused")
-        return torch.tensor(float(count), dtype=torch.float32, device=main.device if on_device else "cpu")

@@ -1,0 +1,81 @@
+"""Paths of live files: no two jobs, roles, ranks or optimizers share one, and each is plain and relative."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from pathlib import PurePosixPath
+
+import pytest
+
+from optstream.core import scratch
+from optstream.core.scratch import job_name, scratch_subdirectory
+
+pytestmark = pytest.mark.unit
+
+LAUNCHERS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "RAY_JOB_ID", "TORCHELASTIC_RUN_ID")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for variable in LAUNCHERS:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_without_a_launcher_the_job_is_this_process():
+    assert job_name() == f"pid{os.getpid()}"
+
+
+@pytest.mark.parametrize("variable", LAUNCHERS)
+def test_a_launcher_names_the_job(monkeypatch, variable):
+    monkeypatch.setenv(variable, "4711")
+    assert job_name() == "4711"
+
+
+def test_the_scheduler_is_believed_before_the_launcher_inside_it(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "inner")
+    monkeypatch.setenv("SLURM_JOB_ID", "outer")
+    assert job_name() == "outer"
+
+
+@pytest.mark.parametrize("nothing", ["", "none"])
+def test_a_launcher_that_gives_no_name_is_none(monkeypatch, nothing):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", nothing)
+    assert job_name() == f"pid{os.getpid()}"
+
+
+def test_every_role_rank_and_optimizer_has_a_path_of_its_own():
+    paths = [
+        scratch_subdirectory(role, rank, index)
+        for role, rank, index in itertools.product(("actor", "critic"), range(12), range(12))
+    ]
+    assert len(set(paths)) == len(paths)
+    # Nor does one lie inside another, which clearing the outer one would remove.
+    parts = {PurePosixPath(path).parts for path in paths}
+    assert not any(path[:length] in parts for path in parts for length in range(1, len(path)))
+
+
+def test_nodes_that_share_a_file_system_do_not_meet(monkeypatch):
+    here = scratch_subdirectory("actor", 0, 0)
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-node")
+    assert scratch_subdirectory("actor", 0, 0) != here
+
+
+def test_two_jobs_on_a_node_do_not_meet(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    first = scratch_subdirectory("actor", 0, 0)
+    monkeypatch.setenv("SLURM_JOB_ID", "2")
+    assert scratch_subdirectory("actor", 0, 0) != first
+
+
+@pytest.mark.parametrize("name", ["../../etc", "a/b", "..", ".", "", "x y", "a:b", "ä", ".hidden"])
+def test_no_name_leaves_its_place_in_the_path(monkeypatch, name):
+    monkeypatch.setenv("SLURM_JOB_ID", name)
+    monkeypatch.setattr(scratch.socket, "gethostname", lambda: name)
+    path = PurePosixPath(scratch_subdirectory(name, 3, 1))
+    assert len(path.parts) == 6
+    assert not path.is_absolute()
+    assert path.parts[0] == "optstream"
+    assert path.parts[-2:] == ("rank3", "optimizer1")
+    assert not any(part.startswith(".") or ":" in part for part in path.parts)
