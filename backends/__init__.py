@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from optstream.backends.interface import Backend, Directories
+    from optstream.backends.reader import DirectoryReader
 
-__all__ = ["open_backend"]
+__all__ = ["open_backend", "open_reader"]
 
 
 def open_backend(
@@ -38,3 +39,15 @@ def open_backend(
     return open_striped(
         [partial(NvmeBackend, directory, subdirectory=subdirectory, keep=keep) for directory in directories]
     )
+
+
+def open_reader(directory: str, *, subdirectory: str, kind: str = "nvme") -> DirectoryReader:
+    """What `open_backend` of the same place has published, read without a claim, however many read it."""
+    from optstream.backends.reader import DirectoryReader
+
+    path = f"{directory}/{subdirectory}"
+    if kind == "fake":
+        from optstream.backends.fake import fake_disk
+
+        return DirectoryReader(path, system=fake_disk(directory))
+    return DirectoryReader(path)

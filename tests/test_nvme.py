@@ -33,7 +33,7 @@ from optstream.backends.errors import (
 )
 from optstream.backends.fake import FakeSystem
 from optstream.backends.nvme import NvmeBackend
-from optstream.backends.probe import aligned_buffer
+from optstream.backends.probe import address_of, aligned_buffer
 from optstream.backends.system import System, kind_from_mountinfo
 from optstream.harness.conformance import pattern, read
 
@@ -501,6 +501,17 @@ def test_the_alignment_is_found_by_trying(alignment_bytes):
         assert backend.filesystem.alignment_bytes == alignment_bytes
         assert backend.filesystem.bypasses_page_cache
         assert list(backend.list()) == []
+
+
+def test_a_device_that_is_stricter_about_memory_than_about_offsets_is_found_out():
+    class StrictAboutMemory(FakeSystem):
+        def pwritev(self, descriptor, buffers, offset):
+            if self._descriptor(descriptor).direct and address_of(buffers[0]) % 32768:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return super().pwritev(descriptor, buffers, offset)
+
+    with NvmeBackend("/scratch", subdirectory="a", system=StrictAboutMemory()) as backend:
+        assert backend.filesystem.alignment_bytes == 32768
 
 
 def test_without_direct_transfers_the_page_cache_is_used_and_said_to_be():
