@@ -5,6 +5,7 @@ from __future__ import annotations
 from optstream.backends.errors import OptstreamError, StorageError
 
 __all__ = [
+    "CheckpointError",
     "CorruptionError",
     "OptstreamError",
     "PoisonedError",
@@ -33,6 +34,10 @@ class CorruptionError(StorageError):
     def __init__(self, what: str, *, bucket: int, segment: str, **fields) -> None:
         super().__init__(what, **fields)
         self.bucket, self.segment = bucket, segment
+
+
+class CheckpointError(StorageError):
+    """A checkpoint that cannot be loaded: incomplete, damaged, of another version or of another model."""
 
 
 class PoisonedError(OptstreamError):

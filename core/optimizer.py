@@ -14,7 +14,9 @@ from optstream.backends.interface import Backend
 from optstream.core.config import StreamConfig
 from optstream.core.errors import OptstreamError, UnsupportedError
 from optstream.core.formats import moment_warning
+from optstream.core.local_checkpoints import LocalCheckpoints
 from optstream.core.plan import Entry, Piece
+from optstream.core.publish import CheckpointDirectory
 from optstream.core.records import StepRecord
 from optstream.core.streamer import StateStreamer
 
@@ -58,8 +60,8 @@ class StreamingAdamW(torch.optim.AdamW):
         self._params: list[torch.nn.Parameter] = []
         self._frozen: list[torch.nn.Parameter] = []
         for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                self._admit(param, index)
+            for position, param in enumerate(group["params"]):
+                self._admit(param, index, position)
         if not self._params:
             raise UnsupportedError("there is nothing to stream", why="no parameter requires a gradient")
         devices = {param.device for param in self._params}
@@ -85,6 +87,8 @@ class StreamingAdamW(torch.optim.AdamW):
             observe=observe,
         )
         self._seen = [_version(param) for param in self._params]
+        shapes = [tuple(param.shape) for param in self._params]
+        self._checkpoints = LocalCheckpoints(self, self._streamer, shapes, self._publish)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -139,18 +143,41 @@ class StreamingAdamW(torch.optim.AdamW):
                 found[entry.name][key] = found[entry.name][key].view(self._params[index].shape)
         return found
 
+    def save_to(
+        self, base_dir: str | os.PathLike, *, iteration: int | None = None, background: bool = False
+    ) -> None:
+        """Save the state as a checkpoint below `base_dir`, whole or not at all.
+
+        iteration: the trainer's count of steps; by default the optimizer's. background: return as soon as the
+        state of this moment is sure to be what is saved; steps may go on. See `core.checkpoint.Saver`.
+        The model's weights are not in it, but the main params are, from which the weights come back."""
+        self._checkpoints.save(CheckpointDirectory(base_dir), iteration=iteration, background=background)
+
+    def load_from(self, base_dir: str | os.PathLike, *, keep_schedule: bool = False) -> bool:
+        """Restore the state, and the parameters with it, from what `save_to` has saved below `base_dir`.
+
+        Params are matched by name (of their place in the groups, where they were given without names). What
+        earlier steps left, also failed ones, is forgotten. keep_schedule: learning rates and weight decay
+        stay as they are now. Returns True. Raises CheckpointError for what does not fit or is damaged."""
+        self._checkpoints.load(CheckpointDirectory(base_dir), keep_schedule=keep_schedule)
+        return True
+
+    def wait_for_save(self) -> None:
+        """Return when no save runs in the background. Raises its failure."""
+        self._checkpoints.wait()
+
     def state_dict(self) -> dict[str, Any]:
         raise UnsupportedError(
             "StreamingAdamW has no state_dict",
             why="its state is in files, and a dict without it would resume wrongly",
-            remedy="Save the streamed state itself",
+            remedy="Use save_to",
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise UnsupportedError(
             "StreamingAdamW cannot load a state_dict",
             why="its state is in files",
-            remedy="Load the streamed state itself",
+            remedy="Use load_from",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -165,14 +192,18 @@ class StreamingAdamW(torch.optim.AdamW):
     def close(self) -> None:
         """Remove the files. Idempotent."""
         if self._streamer is not None:
-            self._streamer.close()
-            self._streamer = None
+            try:
+                self._checkpoints.wait()
+            finally:
+                self._streamer.close()
+                self._streamer = None
 
-    def _admit(self, param: torch.nn.Parameter, group: int) -> None:
+    def _admit(self, param: torch.nn.Parameter, group: int, position: int) -> None:
         if not param.requires_grad:
             self._frozen.append(param)
             return
-        name = f"group{group}.param{len(self._params)}"
+        names = self.param_groups[group].get("param_names")
+        name = names[position] if names else f"group{group}.param{position}"
         if not param.is_floating_point() or param.layout is not torch.strided:
             raise UnsupportedError(
                 f"{name} cannot be streamed", why=f"it is {param.dtype}, {param.layout}, not a dense float"

@@ -7,7 +7,7 @@ schedule's and the engine's business.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,10 +18,27 @@ from optstream.core.formats import Format
 from optstream.core.integrity import Trailer, checksum
 from optstream.core.memory import bytes_of
 from optstream.core.plan import SEGMENTS, Bucket, Chunk, Entry, Layout, bucket_layout
+from optstream.core.snapshot import Snapshot
 
 
 def bucket_file_name(bucket: int) -> str:
     return f"bucket-{bucket:05d}.bin"
+
+
+def other_file_name(name: str) -> str:
+    """A bucket has two names, for its file and for one that replaces it while a snapshot holds the first."""
+    return name.removesuffix(".new") if name.endswith(".new") else f"{name}.new"
+
+
+@dataclass
+class Contents:
+    """What a bucket's file holds: which segments were ever written, each chunk's checksum (None for one that
+    was not), and the step whose values they are."""
+
+    name: str
+    written: frozenset[str]
+    checksums: list[int | None]
+    step: int
 
 
 @dataclass
@@ -33,6 +50,7 @@ class Transfer:
     chunks: tuple[Chunk, ...]
     payload_bytes: int
     padding_bytes: int
+    contents: Contents
 
 
 class BucketStore:
@@ -71,10 +89,12 @@ class BucketStore:
             )
             for bucket in self.buckets
         )
-        self._checksums: list[list[int | None]] = [[None] * len(layout.chunks) for layout in self.layouts]
-        # Which segments hold values. Moments are all zero until the first step has written them.
-        self._written: list[frozenset[str]] = [frozenset() for _ in self.layouts]
-        self._steps = [0] * len(self.layouts)
+        # Moments are all zero until the first step has written them.
+        self._contents = [
+            Contents(bucket_file_name(bucket), frozenset(), [None] * len(layout.chunks), step=0)
+            for bucket, layout in enumerate(self.layouts)
+        ]
+        self._snapshot: Snapshot | None = None
         self._create_files()
 
     @property
@@ -93,52 +113,58 @@ class BucketStore:
 
     def step_of(self, bucket: int) -> int:
         """The step whose values the bucket's file holds; 0 before the first."""
-        return self._steps[bucket]
+        return self._contents[bucket].step
 
     def has_moments(self, bucket: int) -> bool:
-        return "exp_avg" in self._written[bucket]
+        return "exp_avg" in self._contents[bucket].written
 
     # ---- moving one bucket -------------------------------------------------------------------------------
 
-    def begin_read(self, bucket: int, place: torch.Tensor) -> Transfer:
-        """Open the bucket for reading. Segments that were never written are zeroed in `place` at once."""
+    def begin_read(self, bucket: int, place: torch.Tensor, contents: Contents | None = None) -> Transfer:
+        """Open the bucket for reading. Segments that were never written are zeroed in `place` at once.
+
+        contents: what is to be read, where that is not what the bucket holds now (snapshots)."""
         layout = self.layouts[bucket]
-        written = self._written[bucket]
+        contents = contents or self._contents[bucket]
         for name in SEGMENTS:
-            if name not in written:
+            if name not in contents.written:
                 extent = layout.segments[name]
                 place[extent.offset : extent.end].zero_()
-        return self._transfer(bucket, written)
+        return self._transfer(bucket, contents.written, contents)
 
     def read_chunk(self, transfer: Transfer, chunk: Chunk, place: torch.Tensor) -> None:
         """Fill the chunk's range of `place`. Raises TransferError, or CorruptionError for other bytes than
         were last written there."""
         memory = bytes_of(place)[chunk.offset : chunk.offset + chunk.size]
         transfer.file.read_into(chunk.offset, memory)
-        if self.verify and checksum(memory) != self._checksums[transfer.bucket][chunk.index]:
+        if self.verify and checksum(memory) != transfer.contents.checksums[chunk.index]:
             raise self._corruption(transfer, chunk)
 
     def begin_write(self, bucket: int, segments: Sequence[str] = SEGMENTS) -> Transfer:
-        """Open the bucket for writing `segments`."""
-        return self._transfer(bucket, frozenset(segments))
+        """Open the bucket for writing `segments`. Waits where a snapshot holds it and cannot make way."""
+        wanted = frozenset(segments)
+        snapshot = self._snapshot
+        if snapshot is not None:
+            snapshot.make_way(bucket, whole=wanted == frozenset(SEGMENTS))
+        return self._transfer(bucket, wanted, self._contents[bucket])
 
     def write_chunk(self, transfer: Transfer, chunk: Chunk, place: torch.Tensor) -> None:
         """Write the chunk's range of `place`."""
         memory = bytes_of(place)[chunk.offset : chunk.offset + chunk.size]
         if self.verify:
-            self._checksums[transfer.bucket][chunk.index] = checksum(memory)
+            transfer.contents.checksums[chunk.index] = checksum(memory)
         transfer.file.write_from(chunk.offset, memory)
 
     def end_write(self, transfer: Transfer, place: torch.Tensor, *, step: int) -> None:
         """All chunks are written: say so in the trailer (using that part of `place`) and remember it."""
-        bucket = transfer.bucket
-        self._written[bucket] |= {chunk.segment for chunk in transfer.chunks}
-        self._steps[bucket] = step
+        bucket, contents = transfer.bucket, transfer.contents
+        contents.written |= {chunk.segment for chunk in transfer.chunks}
+        contents.step = step
         if self.verify:
             extent = self.layouts[bucket].trailer
             memory = bytes_of(place)[extent.offset : extent.end]
             memory[:] = bytes(extent.size)
-            known = tuple(value or 0 for value in self._checksums[bucket])
+            known = tuple(value or 0 for value in contents.checksums)
             Trailer(bucket, step, known).pack_into(memory)
             transfer.file.write_from(extent.offset, memory)
 
@@ -160,6 +186,34 @@ class BucketStore:
             for chunk in transfer.chunks:
                 self.write_chunk(transfer, chunk, place)
             self.end_write(transfer, place, step=step)
+
+    # ---- snapshots ---------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """What the files hold now, to be read while steps go on; one at a time. See `Snapshot`."""
+        if self._snapshot is not None:
+            raise RuntimeError("the store has a snapshot already")
+        self._snapshot = Snapshot(self)
+        return self._snapshot
+
+    def forget(self, snapshot: Snapshot) -> None:
+        """`snapshot` holds nothing any more."""
+        if self._snapshot is snapshot:
+            self._snapshot = None
+
+    def contents(self, bucket: int) -> Contents:
+        """A copy of what is known of the bucket's file."""
+        known = self._contents[bucket]
+        return replace(known, checksums=list(known.checksums))
+
+    def move_to_other_file(self, bucket: int) -> None:
+        """The next write of the whole bucket makes it a new file, and leaves the old one as it is.
+
+        Raises SpaceError, and nothing has changed then."""
+        known = self._contents[bucket]
+        name = other_file_name(known.name)
+        self.backend.create(name, self.layouts[bucket].size_bytes).close()
+        self._contents[bucket] = replace(known, name=name, checksums=list(known.checksums))
 
     def close(self, *, remove_files: bool) -> None:
         self.backend.close(remove_files=remove_files)
@@ -188,13 +242,13 @@ class BucketStore:
                 self.backend.remove(name)
             raise
 
-    def _transfer(self, bucket: int, segments: frozenset[str]) -> Transfer:
+    def _transfer(self, bucket: int, segments: frozenset[str], contents: Contents) -> Transfer:
         layout = self.layouts[bucket]
         chunks = tuple(chunk for chunk in layout.chunks if chunk.segment in segments)
         payload = sum(layout.segments[name].payload_bytes for name in segments)
         moved = sum(layout.segments[name].size for name in segments)
-        file = self.backend.open(bucket_file_name(bucket))
-        return Transfer(bucket, file, chunks, payload, moved - payload)
+        file = self.backend.open(contents.name)
+        return Transfer(bucket, file, chunks, payload, moved - payload, contents)
 
     def _corruption(self, transfer: Transfer, chunk: Chunk) -> CorruptionError:
         bucket = transfer.bucket
@@ -224,8 +278,8 @@ class BucketStore:
             return "the checksum differs, and the file's trailer is damaged too"
         if trailer.bucket != bucket:
             return f"the file holds bucket {trailer.bucket}: it was exchanged, or a write went astray"
-        if trailer.step != self._steps[bucket]:
-            return f"the file holds step {trailer.step}, not step {self._steps[bucket]}: a write was lost"
+        if trailer.step != transfer.contents.step:
+            return f"the file holds step {trailer.step}, not step {transfer.contents.step}: a write was lost"
         return (
             "the checksum differs from that of the bytes last written: they were damaged, or a write was lost"
         )

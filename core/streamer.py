@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -165,6 +165,20 @@ class StateStreamer:
                 values[name] = self.store.formats[name].decode(place[extent.offset : extent.end])
             for piece in bucket.pieces:
                 yield PieceState(piece, **{name: values[name][piece.span].clone() for name in SEGMENTS})
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """The caller writes every bucket meanwhile. What is in memory, and any earlier failure, is forgotten.
+
+        An error leaves the streamer refusing to step or save: some buckets are restored, others are not."""
+        self.engine.reset()
+        try:
+            yield
+        except BaseException as error:
+            self.engine.poison(error)
+            raise
+        # Whatever failed before is mended now.
+        self.engine.reset()
 
     def close(self) -> None:
         """Stop, and remove the files. What was not saved is gone. Idempotent.
