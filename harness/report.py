@@ -1,0 +1,151 @@
+"""report.html: what a run did, on one page that needs nothing but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from optstream.core.records import StepRecord
+from optstream.core.schedule import Stage
+from optstream.harness.charts import (
+    BAR_COLOURS,
+    Interval,
+    LineChart,
+    Point,
+    Series,
+    Timeline,
+    byte_unit,
+    format_bytes,
+    line_chart,
+    timeline,
+)
+from optstream.harness.output import write_text
+
+
+@dataclass(frozen=True)
+class RunCurves:
+    """One run. loss: of each step. memory: (seconds, device bytes of optimizer state from then on), as
+    `Ledger.timeline` gives them."""
+
+    loss: Sequence[float]
+    memory: Sequence[tuple[float, int]]
+    state_bytes_peak: int
+
+
+class SummaryRow(NamedTuple):
+    """One figure of both runs, as text; empty where a run has none."""
+
+    label: str
+    resident: str
+    streamed: str
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What the page shows. All texts are escaped.
+
+    equal: whether the runs are equal as far as was asked; verdict: that in words.
+    bound_bytes: what the streamed run's state may take on the device.
+    configuration, versions: shown as tables, in their order.
+    step: the streamed step whose buckets are drawn (see `typical_step`); None, or without spans, for none.
+    """
+
+    title: str
+    verdict: str
+    equal: bool
+    resident: RunCurves
+    streamed: RunCurves
+    bound_bytes: int
+    summary: Sequence[SummaryRow]
+    configuration: Mapping[str, object] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    step: StepRecord | None = None
+
+
+def write_report(path: str | Path, report: TrainReport) -> None:
+    """Write `report` as one self-contained HTML file. Raises ConfigurationError where it cannot be."""
+    environment = Environment(
+        loader=PackageLoader("optstream.harness"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["bytes"] = format_bytes
+    page = environment.get_template("report.html").render(
+        report=report,
+        bar_colours=BAR_COLOURS,
+        loss=_loss_chart(report),
+        memory=_memory_chart(report),
+        buckets=_bucket_timeline(report.step) if report.step and report.step.spans else None,
+    )
+    write_text(str(path), page)
+
+
+def typical_step(records: Sequence[StepRecord]) -> StepRecord | None:
+    """The step of median duration among those whose spans were kept; the first step, which reads no moments,
+    only if there is no other."""
+    drawable = [record for record in records if record.spans]
+    by_duration = sorted(
+        [record for record in drawable if record.step > 1] or drawable, key=lambda record: record.total_s
+    )
+    return by_duration[len(by_duration) // 2] if by_duration else None
+
+
+def _loss_chart(report: TrainReport) -> LineChart:
+    def points(run: RunCurves) -> list[Point]:
+        return [(float(step), loss) for step, loss in enumerate(run.loss, 1)]
+
+    return line_chart(
+        [
+            Series("resident", "resident wide", points(report.resident)),
+            Series("streamed", "streamed", points(report.streamed)),
+        ],
+        x_title="step",
+        y_title="loss",
+        whole_x=True,
+    )
+
+
+def _memory_chart(report: TrainReport) -> LineChart:
+    runs = [_from_zero(report.resident.memory), _from_zero(report.streamed.memory)]
+    end = max((seconds for run in runs for seconds, _ in run), default=0.0)
+    largest = max((size for run in runs for _, size in run), default=0)
+    bound = [(0.0, report.bound_bytes), (end, report.bound_bytes)]
+    return line_chart(
+        [
+            Series("resident", "resident", runs[0], stepped=True, filled=True),
+            Series("streamed", "streamed", runs[1], stepped=True, filled=True),
+            Series("bound of the streamed run", "bound", bound),
+        ],
+        x_title="seconds since the run began",
+        y_title="state on the device",
+        unit=byte_unit(max(largest, report.bound_bytes)),
+    )
+
+
+def _from_zero(points: Sequence[tuple[float, int]]) -> list[Point]:
+    return [(seconds - points[0][0], size) for seconds, size in points]
+
+
+def _bucket_timeline(step: StepRecord) -> Timeline:
+    rows = [
+        (
+            stage.value,
+            [
+                Interval(span.start_s, span.end_s, str(span.bucket), span.bucket)
+                for span in step.spans
+                if span.stage is stage
+            ],
+        )
+        for stage in Stage
+    ]
+    updates = [span.end_s for span in step.spans if span.stage is Stage.UPDATE]
+    return timeline(
+        [(name, intervals) for name, intervals in rows if intervals],
+        marker=(max(updates), "last update") if updates else None,
+    )
