@@ -13,6 +13,7 @@ from importlib.metadata import version
 
 from optstream.backends.errors import OptstreamError
 from optstream.harness import bench_cli, check, matrix_cli, train_cli
+from optstream.harness.terminal import plain_warnings
 
 INTERRUPTED = 130
 
@@ -21,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command; returns the exit code: 0, 1 where what was checked does not hold, 2 on bad usage."""
     args = build_parser().parse_args(argv)
     try:
-        return args.run(args)
+        with plain_warnings():
+            return args.run(args)
     except OptstreamError as error:
         print(f"optstream: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -45,43 +46,82 @@ def summarise(config: TrainingConfig, comparisons: list[Comparison]) -> dict[str
     return summary
 
 
-def table(config: TrainingConfig, comparisons: list[Comparison]) -> Table:
-    """What a person wants to see first, resident beside streamed."""
+def figures(comparisons: list[Comparison]) -> list[tuple[str, str, str]]:
+    """(what, resident, streamed) of rank 0, as a person reads them; empty where a run has none."""
     resident, streamed = comparisons[0].resident, comparisons[0].streamed
-    shown = Table(title=f"{comparisons[0].parameters:,} parameters, {config.steps} steps, rank 0")
+    return [
+        ("first loss", f"{resident.loss[0]:.6f}", f"{streamed.loss[0]:.6f}"),
+        ("last loss", f"{resident.loss[-1]:.6f}", f"{streamed.loss[-1]:.6f}"),
+        (
+            "state on the device, peak bytes",
+            f"{resident.state_bytes_peak:,}",
+            f"{streamed.state_bytes_peak:,}",
+        ),
+        (
+            f"its bound: {streamed.depth} x largest of {streamed.buckets} buckets + resident by design",
+            "",
+            f"{streamed.state_bytes_bound:,}",
+        ),
+        (
+            "beside it: upcast gradients, peak bytes",
+            f"{resident.gradient_bytes_peak:,}",
+            f"{streamed.gradient_bytes_peak:,}",
+        ),
+        (
+            "beside it: the update's temporaries, peak bytes",
+            f"{resident.temporary_bytes_peak:,}",
+            f"{streamed.temporary_bytes_peak:,}",
+        ),
+        ("bytes read, first step", "", f"{streamed.read_bytes[0]:,}"),
+        ("bytes read a step, last", "", f"{streamed.read_bytes[-1]:,}"),
+        ("bytes written a step, last", "", f"{streamed.written_bytes[-1]:,}"),
+        ("padding moved besides, last step", "", f"{streamed.padding_bytes[-1]:,}"),
+        (
+            "median seconds a training step",
+            f"{median(resident.step_s):.4f}",
+            f"{median(streamed.step_s):.4f}",
+        ),
+    ]
+
+
+def title(config: TrainingConfig, comparisons: list[Comparison]) -> str:
+    ranks = f", rank 0 of {config.ranks}" if config.ranks > 1 else ""
+    return f"{comparisons[0].parameters:,} parameters, {config.steps} steps{ranks}"
+
+
+def table(config: TrainingConfig, comparisons: list[Comparison]) -> Table:
+    """The figures, for a terminal."""
+    shown = Table(title=title(config, comparisons))
     shown.add_column("")
     shown.add_column("resident", justify="right")
     shown.add_column("streamed", justify="right")
-    shown.add_row("first loss", f"{resident.loss[0]:.6f}", f"{streamed.loss[0]:.6f}")
-    shown.add_row("last loss", f"{resident.loss[-1]:.6f}", f"{streamed.loss[-1]:.6f}")
-    shown.add_row(
-        "state on the device, peak bytes",
-        f"{resident.state_bytes_peak:,}",
-        f"{streamed.state_bytes_peak:,}",
-    )
-    shown.add_row(
-        f"bound: {streamed.depth} x largest of {streamed.buckets} buckets, and what is resident by design",
-        "",
-        f"{streamed.state_bytes_bound:,}",
-    )
-    shown.add_row(
-        "beside it: upcast gradients, peak bytes",
-        f"{resident.gradient_bytes_peak:,}",
-        f"{streamed.gradient_bytes_peak:,}",
-    )
-    shown.add_row(
-        "beside it: the update's temporaries, peak bytes",
-        f"{resident.temporary_bytes_peak:,}",
-        f"{streamed.temporary_bytes_peak:,}",
-    )
-    shown.add_row("bytes read, first step", "", f"{streamed.read_bytes[0]:,}")
-    shown.add_row("bytes read a step, later", "", f"{streamed.read_bytes[-1]:,}")
-    shown.add_row("bytes written a step", "", f"{streamed.written_bytes[-1]:,}")
-    shown.add_row("padding moved, last step", "", f"{streamed.padding_bytes[-1]:,}")
-    shown.add_row(
-        "seconds a step, median", f"{median(resident.step_s):.4f}", f"{median(streamed.step_s):.4f}"
-    )
+    for row in figures(comparisons):
+        shown.add_row(*row)
     return shown
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the streamed run is what was asked for, and that in words."""
+
+    passed: bool
+    text: str
+
+
+def verdict(config: TrainingConfig, moment_dtype: str, comparisons: list[Comparison]) -> Verdict:
+    """Equal to the last bit or, with a lossy moment format, within its tolerance."""
+    differing = [(rank, each) for rank, each in enumerate(comparisons) if each.difference is not None]
+    if not differing:
+        return Verdict(True, "equal to the last bit: losses, model params, main params, moments")
+    if moment_dtype == "fp32":
+        rank, first = differing[0]
+        return Verdict(False, f"different: {first.difference}, on rank {rank}")
+    error, tolerance = max(each.main_error for each in comparisons), lossy_tolerance(config)
+    return Verdict(
+        error <= tolerance,
+        f"{moment_dtype} moments: main params differ from resident ones by at most {error:.3g}; "
+        f"the tolerance, lr x steps, is {tolerance:.3g}",
+    )
 
 
 def lossy_tolerance(config: TrainingConfig) -> float:

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from optstream.core.validator import validate_arguments
 from optstream.harness.errors import ConfigurationError
 from optstream.harness.output import write_json
 from optstream.harness.stream_settings import StreamSettings
-from optstream.harness.summary import lossy_tolerance, summarise, table
+from optstream.harness.summary import summarise, table, verdict
 from optstream.harness.terminal import plain_warnings
 from optstream.harness.training_config import TrainingConfig, require_megatron
 
@@ -98,6 +97,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """The exit code. Raises typed errors for anything that cannot run; nothing is left behind then."""
     require_megatron()
+    from optstream.harness.trace import write_trace
+    from optstream.harness.train_report import write_train_report
+
     config = _training_config(args)
     with _run_folder() as folder:
         settings = _stream_settings(args, folder)
@@ -106,42 +108,18 @@ def run(args: argparse.Namespace) -> int:
         comparisons = _compare(config, settings)
         shutil.rmtree(folder / "scratch", ignore_errors=True)
         summary = summarise(config, comparisons)
-        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        _write_report(folder / "report.html", config, settings, comparisons)
+        outcome = verdict(config, settings.flags["stream_optimizer_state_moment_dtype"], comparisons)
+        write_json(str(folder / "summary.json"), summary)
+        write_train_report(folder / "report.html", config, settings, comparisons, outcome)
+        if args.json:
+            write_json(args.json, summary)
+        if args.trace:
+            write_trace(args.trace, comparisons[0].streamed.records)
     out = Console(stderr=args.json == "-")
     out.print(table(config, comparisons))
-    if args.json:
-        write_json(args.json, summary)
-    if args.trace:
-        from optstream.harness.trace import write_trace
-
-        write_trace(args.trace, comparisons[0].streamed.records)
-    return _verdict(config, settings, comparisons, out, folder)
-
-
-def _verdict(
-    config: TrainingConfig,
-    settings: StreamSettings,
-    comparisons: list[Comparison],
-    out: Console,
-    folder: Path,
-) -> int:
-    out.print(f"report: {folder / 'report.html'}", soft_wrap=True)
-    differing = [(rank, each) for rank, each in enumerate(comparisons) if each.difference is not None]
-    if not differing:
-        out.print("[bold green]equal to the last bit[/]: losses, model params, main params, moments")
-        return EQUAL
-    rank, first = differing[0]
-    if settings.flags["stream_optimizer_state_moment_dtype"] == "fp32":
-        out.print(f"[bold red]different[/]: {first.difference}, on rank {rank}", highlight=False)
-        return DIFFERENT
-    tolerance = lossy_tolerance(config)
-    error = max(each.main_error for each in comparisons)
-    out.print(
-        f"lossy moments: main params differ by at most {error:.3g}; the tolerance is lr x steps = "
-        f"{tolerance:.3g}"
-    )
-    return EQUAL if error <= tolerance else DIFFERENT
+    out.print(f"report: {folder / 'report.html'}", soft_wrap=True, highlight=False)
+    out.print(outcome.text, style="bold green" if outcome.passed else "bold red", soft_wrap=True)
+    return EQUAL if outcome.passed else DIFFERENT
 
 
 def _training_config(args: argparse.Namespace) -> TrainingConfig:
@@ -170,8 +148,7 @@ def _compare(config: TrainingConfig, settings: StreamSettings) -> list[Compariso
     from optstream.harness.launch import run_ranks
 
     hardware = "gpu" if torch.cuda.is_available() else "simulated"
-    with plain_warnings():
-        return run_ranks(compare_with_progress, config.ranks, config, settings, hardware=hardware)
+    return run_ranks(compare_with_progress, config.ranks, config, settings, hardware=hardware)
 
 
 def compare_with_progress(rank: int, config: TrainingConfig, settings: StreamSettings) -> Comparison:
@@ -213,9 +190,3 @@ def _run_folder() -> Iterator[Path]:
             with contextlib.suppress(OSError):  # another run may have put its own folder there meanwhile
                 RUNS.rmdir()
         raise
-
-
-def _write_report(
-    path: Path, config: TrainingConfig, settings: StreamSettings, comparisons: list[Comparison]
-) -> None:
-    path.write_text("")
