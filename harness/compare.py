@@ -163,7 +163,7 @@ def _run_streamed(
     try:
         loss, step_s = _train(trainer, "streamed", progress, ledger)
         gather_model_params(trainer)
-        final = _Final(_on_host(model_params(trainer)), _streamed_state(trainer, stores))
+        final = _Final(_on_host(model_params(trainer)), streamed_state(trainer, stores))
         return _streamed_result(loss, step_s, ledger, stores, final), final
     finally:
         for store in stores:
@@ -243,7 +243,7 @@ def _streamed_result(
     )
 
 
-def _streamed_state(trainer: Trainer, stores: list[MegatronStateStore]) -> dict[str, dict[str, Any]]:
+def streamed_state(trainer: Trainer, stores: list[MegatronStateStore]) -> dict[str, dict[str, Any]]:
     """The pieces of every store put together to shards, by name, as `resident_state` gives them."""
     shards = {shard.model_param: shard for shard in named_shards(trainer)}
     state: dict[str, dict[str, Any]] = {}
