@@ -56,21 +56,24 @@ param = torch.nn.Parameter(torch.zeros(NUMEL, dtype=torch.bfloat16))
 warm = torch.nn.Parameter(torch.ones(2 * BUCKET, dtype=torch.bfloat16))
 StreamingAdamW([warm], StreamConfig(True, (sys.argv[1],), bucket_numel=BUCKET, depth=1)).close()
 
-with open("/proc/self/statm") as file:
-    mapped = int(file.read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (mapped + int(sys.argv[2]), resource.RLIM_INFINITY))
+if sys.platform == "linux":
+    with open("/proc/self/statm") as file:
+        mapped = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + int(sys.argv[2]), resource.RLIM_INFINITY))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 if sys.argv[3] == "resident":
     main = param.detach().float()
 else:
     optimizer = StreamingAdamW(
         [param], StreamConfig(True, (sys.argv[1],), bucket_numel=BUCKET, depth=1, chunk_bytes=1 << 20)
     )
-    print(len(optimizer.streamer.buckets), optimizer.streamer.store.total_bytes)
+    assert len(optimizer.streamer.buckets) == 58
     optimizer.close()
+unit = 1 if sys.platform == "darwin" else 1024
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux caps the address space")
 def test_construction_stays_under_a_cap_that_all_main_params_would_break(tmp_path):
     """60 million bf16 params have 240 MB of main params; 12 MB buckets must do with 200 MB more, of which
     threads' stacks (8 MB of address space each) are the most."""
@@ -85,11 +88,11 @@ def test_construction_stays_under_a_cap_that_all_main_params_would_break(tmp_pat
             check=False,
         )
 
-    resident = run("resident")
-    assert resident.returncode != 0
-    assert "memory" in resident.stderr, "the cap does not bite, so it proves nothing"
-    streamed = run("streamed")
+    resident, streamed = run("resident"), run("streamed")
+    if sys.platform == "linux":
+        assert resident.returncode != 0
+        assert "memory" in resident.stderr, "the cap does not bite, so it proves nothing"
+    else:  # Where the address space cannot be capped, what was used is measured.
+        assert int(resident.stdout) > 200_000_000
     assert streamed.returncode == 0, streamed.stderr
-    buckets, total_bytes = map(int, streamed.stdout.split())
-    assert buckets == -(-60_000_000 // (1 << 20))
-    assert total_bytes > 12 * 60_000_000
+    assert int(streamed.stdout) < 100_000_000

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -780,3 +782,37 @@ def test_a_forked_child_leaves_the_files_of_its_parent_alone(tmp_path):
         assert list(tmp_path.rglob("bucket-*"))
         params[0].grad = torch.ones(3000)
         streamed.step()
+
+
+ENDS_WITHOUT_CLOSING = """
+import sys, time, torch
+from optstream.backends.nvme_file import NvmeFile
+from optstream.core.config import StreamConfig
+from optstream.core.optimizer import StreamingAdamW
+
+param = torch.nn.Parameter(torch.ones(20_000))
+optimizer = StreamingAdamW([param], StreamConfig(True, (sys.argv[1],), bucket_numel=4096, chunk_bytes=4096))
+write_from = NvmeFile.write_from
+
+def write_slowly(file, offset, buffer):
+    time.sleep(0.05)
+    write_from(file, offset, buffer)
+
+NvmeFile.write_from = write_slowly
+param.grad = torch.ones(20_000)
+optimizer.step()
+assert optimizer.streamer.engine._schedule.outstanding, "nothing is pending"
+"""
+
+
+def test_a_process_that_ends_with_writes_pending_ends_and_leaves_nothing(tmp_path):
+    """Nobody called close: the interpreter's exit must neither hang on the pending writes nor forget files."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_WITHOUT_CLOSING, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -220,10 +220,9 @@ def test_first_step_by_hand():
         m = [0.9 * 0.1 * g + 0.1 * g for g in (2.0, -0.25, 4.0)]
         v = [0.95 * 0.05 * g * g + 0.05 * g * g for g in (2.0, -0.25, 4.0)]
         assert part.exp_avg.tolist() == pytest.approx(m)
-        moved = [0.5 * (a / (1 - 0.9**2)) / math.sqrt(b / (1 - 0.95**2)) for a, b in zip(m, v, strict=True)]
-        assert (before - part.main).tolist() == pytest.approx(
-            [0.5 * (1, -1, 1)[i] + moved[i] for i in range(3)]
-        )
+        for start, now, first, second in zip(before.tolist(), part.main.tolist(), m, v, strict=True):
+            moved = 0.5 * (first / (1 - 0.9**2)) / math.sqrt(second / (1 - 0.95**2))
+            assert start - now == pytest.approx(math.copysign(0.5, first) + moved)
 
 
 # ---- the worker --------------------------------------------------------------------------------------------
