@@ -806,7 +806,7 @@ assert optimizer.streamer.engine._schedule.outstanding, "nothing is pending"
 
 
 def test_a_process_that_ends_with_writes_pending_ends_and_leaves_nothing(tmp_path):
-    """Nobody called close: the interpreter's exit must neither hang on the pending writes nor forget files."""
+    """Nobody called close: the exit must neither hang on the pending writes nor forget the files."""
     ended = subprocess.run(
         [sys.executable, "-c", ENDS_WITHOUT_CLOSING, str(tmp_path)],
         capture_output=True,
