@@ -23,10 +23,10 @@ class LocalCheckpoints:
         master: torch.optim.Optimizer,
         streamer: StateStreamer,
         shapes: Sequence[tuple[int, ...]],
-        publish: Publish,
     ) -> None:
+        # Not the optimizer itself: it holds this object, and goes when nobody else holds it.
         self._groups = master.param_groups
-        self._streamer, self._shapes, self._publish = streamer, shapes, publish
+        self._streamer, self._shapes = streamer, shapes
         self._saver = Saver(Ranks())
 
     def save(self, directory: CheckpointDirectory, *, iteration: int | None, background: bool) -> None:
@@ -39,12 +39,13 @@ class LocalCheckpoints:
             background=background,
         )
 
-    def load(self, directory: CheckpointDirectory, *, keep_schedule: bool) -> None:
+    def load(self, directory: CheckpointDirectory, publish: Publish, *, keep_schedule: bool) -> None:
+        """publish: takes restored main values into the parameters."""
         self._saver.wait()
         manifest = checkpoint.find(directory)
         records = [param_groups.match(manifest.groups, names, directory.path) for names in self._names()]
         with self._streamer.restoring():
-            checkpoint.load([self._part()], directory, manifest)
+            checkpoint.load([self._part(publish)], directory, manifest)
             for index, record in enumerate(records):
                 if record is not None:
                     keep = param_groups.SCHEDULED if keep_schedule else ()
@@ -54,10 +55,10 @@ class LocalCheckpoints:
     def wait(self) -> None:
         self._saver.wait()
 
-    def _part(self) -> StreamedPart:
+    def _part(self, publish: Publish | None = None) -> StreamedPart:
         entries = self._streamer.entries
         placements = [[whole(e.name, shape)] for e, shape in zip(entries, self._shapes, strict=True)]
-        return StreamedPart(self._streamer, placements, [0] * len(entries), self._publish)
+        return StreamedPart(self._streamer, placements, [0] * len(entries), publish)
 
     def _names(self) -> list[list[str]]:
         names: list[list[str]] = [[] for _ in self._groups]

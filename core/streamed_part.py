@@ -17,14 +17,14 @@ from optstream.core.update import Publish
 
 class StreamedPart(StatePart):
     """placements: of each entry's parameter. starts: where each entry begins in its flattened parameter.
-    publish: takes restored main values into the model's own parameters."""
+    publish: takes restored main values into the model's own parameters; not needed to save."""
 
     def __init__(
         self,
         streamer: StateStreamer,
         placements: Sequence[Sequence[Placement]],
         starts: Sequence[int],
-        publish: Publish,
+        publish: Publish | None = None,
     ) -> None:
         self._streamer, self._publish = streamer, publish
         self.regions = [
