@@ -17,6 +17,7 @@ from optstream.core.formats import moment_warning
 from optstream.core.local_checkpoints import LocalCheckpoints
 from optstream.core.plan import Entry, Piece
 from optstream.core.publish import CheckpointDirectory
+from optstream.core.read_ahead import BackwardHook
 from optstream.core.records import StepRecord
 from optstream.core.streamer import StateStreamer
 
@@ -86,9 +87,10 @@ class StreamingAdamW(torch.optim.AdamW):
             update_class=torch.optim.AdamW,
             observe=observe,
         )
+        self._read_ahead = BackwardHook(self._params if config.read_ahead else (), self._streamer.read_ahead)
         self._seen = [_version(param) for param in self._params]
         shapes = [tuple(param.shape) for param in self._params]
-        self._checkpoints = LocalCheckpoints(self, self._streamer, shapes, self._publish)
+        self._checkpoints = LocalCheckpoints(self, self._streamer, shapes)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -106,6 +108,7 @@ class StreamingAdamW(torch.optim.AdamW):
         if changed := self._changed_outside():
             self._reload(changed)
         self.streamer.step(self._gradient, self._publish, updated)
+        self._read_ahead.rearm()
         return loss
 
     @property
@@ -159,7 +162,7 @@ class StreamingAdamW(torch.optim.AdamW):
         Params are matched by name (of their place in the groups, where they were given without names). What
         earlier steps left, also failed ones, is forgotten. keep_schedule: learning rates and weight decay
         stay as they are now. Returns True. Raises CheckpointError for what does not fit or is damaged."""
-        self._checkpoints.load(CheckpointDirectory(base_dir), keep_schedule=keep_schedule)
+        self._checkpoints.load(CheckpointDirectory(base_dir), self._publish, keep_schedule=keep_schedule)
         return True
 
     def wait_for_save(self) -> None:
@@ -192,6 +195,7 @@ class StreamingAdamW(torch.optim.AdamW):
     def close(self) -> None:
         """Remove the files. Idempotent."""
         if self._streamer is not None:
+            self._read_ahead.remove()
             try:
                 self._checkpoints.wait()
             finally:

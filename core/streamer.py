@@ -28,7 +28,7 @@ from optstream.core.update import BucketUpdater, Gradient, Publish
 
 # One transfer moves at most this much, whatever --offload-train-disk-chunk-mb allows: larger ones do not move
 # faster, and smaller ones keep more of them in flight.
-TRANSFER_BYTES = 4 << 20
+TRANSFER_BYTES = 8 << 20
 
 # The values a main param starts from, as a 1-D tensor of any floating dtype on any device.
 Source = Callable[[Piece], torch.Tensor]
