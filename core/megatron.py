@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,9 +32,11 @@ from optstream.core.config import StreamConfig
 from optstream.core.errors import UnsupportedError
 from optstream.core.evicted import BornEvicted, evicted, is_evicted
 from optstream.core.formats import moment_warning
+from optstream.core.megatron_checkpoint import ChainCheckpoints, Policy, StreamedLink, connect_checkpoints
 from optstream.core.megatron_fingerprints import unknown_methods
 from optstream.core.plan import Entry, Piece
 from optstream.core.records import StepRecord
+from optstream.core.resident_part import State
 from optstream.core.scratch import scratch_subdirectory
 from optstream.core.streamer import StateStreamer
 from optstream.core.update import keeps_step_per_parameter, step_tensor, worker_of
@@ -121,6 +124,7 @@ def setup_optimizer_state_streaming(
             _join_agreement(part)
     for store in stores:
         store.attach()
+    connect_checkpoints(chain, Policy.of(args))
     return stores
 
 
@@ -208,6 +212,9 @@ class MegatronStateStore:
         self._inner = optimizer.optimizer
         self._shards = _half_precision_shards(optimizer)
         self._resident = _ResidentPart(optimizer)
+        # Of the whole chain; set when all of its stores are there.
+        self.checkpoints: ChainCheckpoints | None = None
+        self.position = 0
         self._device = _device_of(optimizer)
         for beta2 in {float(group["betas"][1]) for group in self._inner.param_groups}:
             if message := moment_warning(config.moment_dtype, beta2):
@@ -223,6 +230,7 @@ class MegatronStateStore:
             backend=backend,
             observe=observe,
         )
+        self.link = StreamedLink(optimizer, self.streamer, self._publish, self._resident.state)
 
     # ---- what a harness or a person looks at -------------------------------------------------------------
 
@@ -257,9 +265,39 @@ class MegatronStateStore:
             yield shard.model_param, shard.start + piece.start, shard.start + piece.stop, values, step
         yield from self._resident.states()
 
+    # ---- checkpoints -------------------------------------------------------------------------------------
+
+    def save_to(
+        self, base_dir: str | os.PathLike, *, iteration: int | None = None, background: bool | None = None
+    ) -> None:
+        """Save the state of the whole chain as one checkpoint below `base_dir`. Collective; trainers call it
+        of each optimizer of the chain, and the first call does it.
+
+        iteration: the trainer's count of steps; by default the optimizer's. background: return as soon as the
+        state of this moment is sure to be what is saved; by default as --async-save says."""
+        self.checkpoints.save(base_dir, position=self.position, iteration=iteration, background=background)
+
+    def load_from(self, base_dir: str | os.PathLike) -> bool:
+        """Restore the state from what `save_to` has saved below `base_dir`, on any topology; model params get
+        this rank's shards of it. Collective. Mends a store that refuses because of an earlier failure.
+
+        False, and nothing but main params taken from the model, under --no-load-optim. Raises CheckpointError
+        for a checkpoint without optimizer state, an incomplete, a damaged one or one of another model."""
+        return self.checkpoints.load(base_dir, position=self.position)
+
+    def wait_for_save(self) -> None:
+        """Return when no save runs in the background. Raises its failure."""
+        self.checkpoints.wait()
+
     def close(self) -> None:
-        """Stop streaming and remove the files. The optimizer is of no use afterwards. Idempotent."""
-        self.streamer.close()
+        """Stop streaming and remove the files. The optimizer is of no use afterwards. Idempotent.
+
+        A save in the background is waited for, and its failure raised."""
+        try:
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+        finally:
+            self.streamer.close()
 
     # ---- standing in for Megatron's methods --------------------------------------------------------------
 
@@ -301,6 +339,7 @@ class MegatronStateStore:
 
     def _step(self, closure: Callable | None = None) -> None:
         """In place of the inner optimizer's `step`. Collective: all ranks fail together."""
+        self._state_changes()
         failure = None
         try:
             self._resident.step(self.streamer.counts.groups)
@@ -324,6 +363,7 @@ class MegatronStateStore:
             self._originals["_copy_main_params_to_model_params"]()
 
     def _copy_model_params_to_main_params(self, state_dict: dict | None = None) -> None:
+        self._state_changes()
         sources = {shard.model_param: shard.model_param for shard in self._shards}
         if state_dict is not None:
             sources = self._megatron._build_model_param_to_state_dict_param_map(state_dict)
@@ -342,7 +382,12 @@ class MegatronStateStore:
         with self._step_count_shown():
             return self._originals["state_dict"]()
 
+    def _state_changes(self) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.forget()
+
     def _load_state_dict(self, state_dict: dict) -> None:
+        self._state_changes()
         if "param_state" in state_dict:
             raise UnsupportedError(
                 "a resident optimizer checkpoint cannot be loaded into a streamed optimizer",
@@ -422,6 +467,11 @@ class _ResidentPart:
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._megatron = optimizer
         self._worker = worker_of(optimizer.optimizer, type(optimizer.optimizer))
+
+    @property
+    def state(self) -> State:
+        """By main param, its moments and step count, as the worker keeps them."""
+        return self._worker.state
 
     @property
     def state_bytes(self) -> int:
