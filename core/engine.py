@@ -149,7 +149,7 @@ class Engine:
             self._allocate_slots()
         try:
             record = self._run_step(active, update, step)
-            record.total_s = time.perf_counter() - started
+            record.start_s, record.total_s = started, time.perf_counter() - started
             logger.info("%s", record)
         except BaseException as error:
             # An interrupt too: whoever is interrupted here cannot know which buckets are updated.

@@ -25,6 +25,7 @@ class StepRecord:
     a write that finishes during the next forward, or is cached and written steps later, still counts here,
     so both can grow until the store is drained. padding_bytes: what moved besides.
     buckets: how many were updated. reads: how many of them were read from file; cache_hits: how many not.
+    start_s: when `step` was called, by `time.perf_counter`. total_s: how long it took.
     waited_read_s, waited_write_s: what the caller of `step` waited for data to come or for room to be made.
     """
 
@@ -35,6 +36,7 @@ class StepRecord:
     buckets: int = 0
     reads: int = 0
     cache_hits: int = 0
+    start_s: float = 0.0
     total_s: float = 0.0
     update_s: float = 0.0
     waited_read_s: float = 0.0
