@@ -5,6 +5,7 @@ from __future__ import annotations
 from optstream.backends.errors import OptstreamError, StorageError
 
 __all__ = [
+    "AsleepError",
     "CheckpointError",
     "CorruptionError",
     "OptstreamError",
@@ -38,6 +39,10 @@ class CorruptionError(StorageError):
 
 class CheckpointError(StorageError):
     """A checkpoint that cannot be loaded: incomplete, damaged, of another version or of another model."""
+
+
+class AsleepError(OptstreamError):
+    """A tensor of a trainer that sleeps was used: its memory is somebody else's meanwhile."""
 
 
 class PoisonedError(OptstreamError):

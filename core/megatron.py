@@ -368,12 +368,11 @@ class MegatronStateStore:
         if state_dict is not None:
             sources = self._megatron._build_model_param_to_state_dict_param_map(state_dict)
 
-        def source(piece: Piece) -> torch.Tensor:
-            shard = self._shards[piece.entry]
-            flat = sources[shard.model_param].detach().view(-1)
-            return flat[shard.start + piece.start : shard.start + piece.stop]
-
-        self.streamer.reload(source)
+        # All of them before the first is written: one that cannot be read must not leave half of a reload.
+        owned = [
+            sources[shard.model_param].detach().view(-1)[shard.start : shard.stop] for shard in self._shards
+        ]
+        self.streamer.reload(lambda piece: owned[piece.entry][piece.start : piece.stop])
         with self._streamed_hidden():
             self._originals["_copy_model_params_to_main_params"](state_dict=state_dict)
 

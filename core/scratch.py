@@ -24,8 +24,17 @@ def scratch_subdirectory(role: str, rank: int, index: int) -> str:
 
     role: actor, critic, ...: models of one job that train side by side. index: which optimizer of the rank.
     """
+    return f"{_rank_subdirectory(role, rank)}/optimizer{index}"
+
+
+def trainer_subdirectory(role: str, rank: int) -> str:
+    """`optstream/<host>/<job>/<role>/rank<rank>/trainer`, beside the rank's streamed optimizers."""
+    return f"{_rank_subdirectory(role, rank)}/trainer"
+
+
+def _rank_subdirectory(role: str, rank: int) -> str:
     host = _component(socket.gethostname())
-    return f"optstream/{host}/{job_name()}/{_component(role)}/rank{rank}/optimizer{index}"
+    return f"optstream/{host}/{job_name()}/{_component(role)}/rank{rank}"
 
 
 def _component(text: str) -> str:

@@ -27,6 +27,7 @@ from optstream.core.megatron import (
     setup_optimizer_state_streaming,
     streaming_construction,
 )
+from optstream.core.trainer_offload import trainer_offload
 from optstream.harness.faults import FaultPlan, FaultyBackend
 from optstream.harness.launch import run_ranks
 from optstream.harness.training import Trainer, parallel_state
@@ -291,3 +292,30 @@ def uneven_failure_on_rank(rank: int, directory: str) -> tuple[list, list, float
     started = time.monotonic()
     setup = failing_setup_on_rank(rank, directory)
     return list(setup), failing_step_on_rank(rank, directory), time.monotonic() - started
+
+
+def failing_sleep_on_rank(rank: int, directory: str) -> tuple[str, str, list[bool]]:
+    """Rank 1's disk fails the first sleep. The error, and whether this rank sleeps after it and after the
+    next try."""
+    args = argparse.Namespace(
+        offload_train=True, offload_train_target="disk", offload_train_disk_dir=directory
+    )
+    job = SmallJob(None, {"matrix": 500})
+    offload = trainer_offload(
+        args,
+        [job.model],
+        job.optimizer,
+        backend_factory=faulty_on_rank_1(rank, "seed=0 EIO@write#1"),
+    )
+    outcome = ("nothing", "")
+    try:
+        offload.sleep()
+    except OptstreamError as error:
+        outcome = type(error).__name__, str(error)
+    asleep = [offload.is_asleep]
+    offload.sleep()
+    asleep.append(offload.is_asleep)
+    offload.wake_up()
+    job.step()
+    offload.close()
+    return *outcome, asleep

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from optstream.core import scratch
-from optstream.core.scratch import job_name, scratch_subdirectory
+from optstream.core.scratch import job_name, scratch_subdirectory, trainer_subdirectory
 
 pytestmark = pytest.mark.unit
 
@@ -79,3 +79,12 @@ def test_no_name_leaves_its_place_in_the_path(monkeypatch, name):
     assert path.parts[0] == "optstream"
     assert path.parts[-2:] == ("rank3", "optimizer1")
     assert not any(part.startswith(".") or ":" in part for part in path.parts)
+
+
+def test_a_sleeping_trainer_lies_beside_its_optimizers():
+    trainer, optimizer = (
+        PurePosixPath(trainer_subdirectory("actor", 3)),
+        PurePosixPath(scratch_subdirectory("actor", 3, 0)),
+    )
+    assert trainer.parent == optimizer.parent
+    assert trainer != optimizer
