@@ -147,14 +147,17 @@ def line_chart(
 
 
 def timeline(
-    rows: Sequence[tuple[str, Sequence[Interval]]], *, marker: tuple[float, str] | None = None
+    rows: Sequence[tuple[str, Sequence[Interval]]],
+    *,
+    origin: float,
+    marker: tuple[float, str] | None = None,
 ) -> Timeline:
-    """Rows of intervals over their common time, which starts at the first. Needs at least one interval.
+    """Rows of intervals over the time from `origin` to the last end. Needs at least one interval.
 
-    Intervals of a row that overlap get lanes of their own. marker: (seconds, name) of a vertical line.
+    Bars that start before `origin` are cut there; intervals of a row that overlap get lanes of their own.
+    marker: (seconds, name) of a vertical line.
     """
-    every = [interval for _, intervals in rows for interval in intervals]
-    origin, last = min(each.start for each in every), max(each.end for each in every)
+    last = max(interval.end for _, intervals in rows for interval in intervals)
     factor, unit_name = (1e-3, "ms") if last - origin < 1.0 else (1.0, "s")
     axis = _Axis(0.0, last - origin, LEFT, WIDTH - RIGHT)
     drawn, y = [], TOP + ROW_GAP
@@ -285,7 +288,7 @@ def _lanes(intervals: Sequence[Interval]) -> list[list[Interval]]:
 def _bar(
     interval: Interval, row: str, origin: float, axis: _Axis, y: float, factor: float, unit_name: str
 ) -> Bar:
-    x, end = axis(interval.start - origin), axis(interval.end - origin)
+    x, end = max(LEFT, axis(interval.start - origin)), axis(interval.end - origin)
     width = max(BAR_WIDTH_MIN, round(end - x, 2))
     start_text, length_text = (
         f"{value / factor:.3f} {unit_name}"

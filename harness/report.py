@@ -81,7 +81,7 @@ def write_report(path: str | Path, report: TrainReport) -> None:
         bar_colours=BAR_COLOURS,
         loss=_loss_chart(report),
         memory=_memory_chart(report),
-        buckets=_bucket_timeline(report.step) if report.step and report.step.spans else None,
+        buckets=_step_chart(report.step) if report.step else None,
     )
     write_text(str(path), page)
 
@@ -132,20 +132,36 @@ def _from_zero(points: Sequence[tuple[float, int]]) -> list[Point]:
     return [(seconds - points[0][0], size) for seconds, size in points]
 
 
-def _bucket_timeline(step: StepRecord) -> Timeline:
+@dataclass(frozen=True)
+class _StepChart:
+    """read_ahead: buckets that had been read before the step began, and so are not drawn as reads."""
+
+    timeline: Timeline
+    read_ahead: int
+
+
+def _step_chart(step: StepRecord) -> _StepChart | None:
+    updates = [span.end_s for span in step.spans if span.stage is Stage.UPDATE]
+    if not updates:
+        return None
+    # Read-ahead starts as early as backward does: over all of that time, the step itself would be a sliver.
+    # What `step` does after the last update makes this start too early, never too late.
+    began_s = max(updates) - step.total_s
+    drawn = [span for span in step.spans if span.end_s > began_s]
     rows = [
         (
             stage.value,
             [
                 Interval(span.start_s, span.end_s, str(span.bucket), span.bucket)
-                for span in step.spans
+                for span in drawn
                 if span.stage is stage
             ],
         )
         for stage in Stage
     ]
-    updates = [span.end_s for span in step.spans if span.stage is Stage.UPDATE]
-    return timeline(
+    chart = timeline(
         [(name, intervals) for name, intervals in rows if intervals],
-        marker=(max(updates), "last update") if updates else None,
+        origin=max(began_s, min(span.start_s for span in drawn)),
+        marker=(max(updates), "last update"),
     )
+    return _StepChart(chart, read_ahead=len(step.spans) - len(drawn))

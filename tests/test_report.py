@@ -154,6 +154,15 @@ class TestPage:
         assert 'class="verdict bad"' in bad
         assert "different: loss of step 2" in bad
 
+    def test_what_was_read_ahead_is_counted_and_does_not_stretch_the_time_axis(self, tmp_path):
+        step = a_step(buckets=4)
+        step.spans += [Span(Stage.READ, 8, 30.0, 30.5), Span(Stage.READ, 9, 40.0, 50.01)]
+        text, page = page_of(a_report(step=step), tmp_path)
+        assert page.counts["rect"] == 4 * len(Stage) + 1
+        assert any("were being computed: 1." in text for text in page.texts)
+        assert "time, ms" in page.texts
+        assert "read 9: 10010.000 ms from" in text
+
     @pytest.mark.parametrize("step", [None, StepRecord(1)])
     def test_without_spans_there_is_no_timeline(self, tmp_path, step):
         _, page = page_of(a_report(step=step), tmp_path)
@@ -241,20 +250,28 @@ class TestLineChart:
 class TestTimeline:
     def test_what_overlaps_gets_lanes_and_what_follows_shares_one(self):
         intervals = [Interval(0, 2, "0", 0), Interval(1, 3, "1", 1), Interval(2, 4, "2", 2)]
-        (row,) = timeline([("read", intervals)]).rows
+        (row,) = timeline([("read", intervals)], origin=0).rows
         lane = {bar.tooltip.split(":")[0]: bar.y for bar in row.bars}
         assert lane["read 0"] == lane["read 2"] < lane["read 1"]
 
     def test_bars_lie_at_their_times_and_are_seen_however_short(self):
-        chart = timeline([("a", [Interval(5.0, 15.0, "0", 0)]), ("b", [Interval(10.0, 10.0, "1", 1)])])
+        chart = timeline(
+            [("a", [Interval(5.0, 15.0, "0", 0)]), ("b", [Interval(10.0, 10.0, "1", 1)])], origin=5.0
+        )
         first, second = chart.rows[0].bars[0], chart.rows[1].bars[0]
         assert (first.x, first.x + first.width) == (chart.left, chart.right)
         assert second.x == pytest.approx((chart.left + chart.right) / 2)
         assert second.width > 0
         assert (first.label, second.label) == ("0", "")
 
+    def test_what_begins_before_the_origin_is_cut_there_but_keeps_its_figures(self):
+        chart = timeline([("a", [Interval(1.0, 15.0, "0", 0)])], origin=5.0)
+        (bar,) = chart.rows[0].bars
+        assert (bar.x, bar.x + bar.width) == (chart.left, chart.right)
+        assert bar.tooltip == "a 0: 14.000 s from -4.000 s"
+
     def test_the_marker_is_on_the_same_axis(self):
-        chart = timeline([("a", [Interval(5.0, 15.0, "0", 0)])], marker=(10.0, "half"))
+        chart = timeline([("a", [Interval(5.0, 15.0, "0", 0)])], origin=5.0, marker=(10.0, "half"))
         assert chart.marker.at == pytest.approx((chart.left + chart.right) / 2)
 
 
