@@ -13,7 +13,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
@@ -38,7 +40,7 @@ FLOOR_FINALISTS = 2
 
 
 class BenchError(OptstreamError):
-    """The contenders disagree, so that their times cannot be compared."""
+    """There is nothing to report: the contenders disagree about the result, or a launch died."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +141,22 @@ class BenchReport:
         }
 
 
-def run_bench(settings: BenchSettings) -> BenchReport:
-    """Measure in fresh processes, one after the other. Raises what the contenders raise, or BenchError."""
+def run_bench(settings: BenchSettings, *, progress: Callable[[str], None] = lambda text: None) -> BenchReport:
+    """Measure in fresh processes, one after the other; `progress` hears which. Raises what the contenders
+    raise, or BenchError."""
     context = multiprocessing.get_context("spawn")
+    launches = []
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-        launches = [pool.submit(measure_launch, settings).result() for _ in range(settings.launches)]
+        for number in range(1, settings.launches + 1):
+            progress(f"launch {number} of {settings.launches}")
+            try:
+                launches.append(pool.submit(measure_launch, settings).result())
+            except BrokenProcessPool as error:
+                raise BenchError(
+                    f"launch {number} of {settings.launches} ended without a result",
+                    why="its process died, most likely for want of memory",
+                    remedy="Measure a smaller --numel",
+                ) from error
     return BenchReport(settings, launches)
 
 

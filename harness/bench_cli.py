@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from optstream.core.config import DEFAULTS, FLAGS, STREAMING, add_arguments
 from optstream.core.validator import stream_config
-from optstream.harness.bench import BenchReport, BenchSettings, run_bench
+from optstream.harness.output import write_json
+
+if TYPE_CHECKING:
+    from optstream.harness.bench import BenchReport, BenchSettings
 
 # `bench` is about streaming: whether to stream is no question here, how to is.
 STREAMING_FLAGS = tuple(
@@ -44,11 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         default=True,
         help="torch's fused AdamW, the fastest, resident and streamed alike [fused]",
     )
-    step.add_argument(
-        "--device",
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="where updates run [%(default)s]",
-    )
+    step.add_argument("--device", choices=("cpu", "cuda"), help="where updates run [cuda if there is one]")
     step.add_argument("--json", metavar="PATH|-", help="write the report there; - is standard output")
     step.add_argument("--markdown", action="store_true", help="print the table as the README has it")
     add_arguments(step, flags=STREAMING_FLAGS)
@@ -58,21 +53,26 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Carry out `optstream bench step`. Raises OptstreamError."""
-    with redirect_stdout(sys.stderr):
-        report = run_bench(settings_of(args))
-    if args.json == "-":
-        print(json.dumps(report.as_dict(), indent=2))
-        return 0
+    from optstream.harness.bench import run_bench
+
+    with Console(stderr=True).status("measuring ...") as status:
+        report = run_bench(settings_of(args), progress=status.update)
     if args.json:
-        Path(args.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+        write_json(args.json, report.as_dict())
+    out = Console(stderr=args.json == "-")
     if args.markdown:
-        print(markdown(report))
+        out.print(markdown(report), soft_wrap=True, markup=False, highlight=False)
     else:
-        Console().print(_table(report))
+        out.print(_table(report))
     return 0
 
 
 def settings_of(args: argparse.Namespace) -> BenchSettings:
+    """What was asked for. Raises StreamConfigError for flags that do not go together."""
+    import torch
+
+    from optstream.harness.bench import BenchSettings
+
     given = {flag.dest: getattr(args, flag.dest) for flag in STREAMING_FLAGS}
     changed = [flag for flag in STREAMING_FLAGS if given[flag.dest] != flag.default]
     disk = {"stream_optimizer_state_to_disk": True, "offload_train_disk_dir": args.dir}
@@ -84,7 +84,7 @@ def settings_of(args: argparse.Namespace) -> BenchSettings:
         rounds=args.rounds,
         steps=args.steps,
         fused=args.fused,
-        device=args.device,
+        device=args.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         flags=tuple(word for flag in changed for word in flag.as_arguments(given[flag.dest])),
     )
 

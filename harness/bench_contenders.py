@@ -151,9 +151,13 @@ class Streamed:
             self._streamer.read_ahead()
             time.sleep(gap_s * 2 / 3)
             self._step()
-        records = self._streamer.engine.records[-steps:]
+        records = self.records[-steps:]
         self._streamer.engine.drain()
         return records
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return self._streamer.engine.records
 
     @property
     def host_bytes(self) -> int:
@@ -326,6 +330,10 @@ class Floor:
             self._engine.step(everything, lambda bucket, memory: None, step=self._steps)
         self._engine.drain()
         return (time.perf_counter() - started) / steps
+
+    @property
+    def records(self) -> list[StepRecord]:
+        return self._engine.records
 
     def close(self) -> None:
         self._engine.close()
