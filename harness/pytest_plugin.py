@@ -1,14 +1,21 @@
-"""The pytest plugin that optstream ships: markers, levels and hypothesis profiles.
+"""The pytest plugin that optstream ships: levels, hardware, shards of the argument matrix, the report.
 
 Levels are markers: `unit` (CPU, no Megatron), `e2e` (the full Megatron path), `nightly` (the whole argument
 matrix and long random runs). With the ini option `optstream_require_level = true` a test that carries none
 of them is an error, so that no test can fall out of every run unnoticed.
+
+`--hardware` says what e2e tests run on; they ask for it by the fixture `hardware`. A test of several ranks
+says so by the marker `ranks(n)`, and runs where `--ranks-max` is at least that.
 """
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
+from optstream.harness.errors import OptstreamError
+from optstream.harness.hardware import CHOICES, RANKS_MAX, Hardware, choose
 from optstream.harness.matrix_shard import parse_shard
 
 LEVELS = {
@@ -16,6 +23,8 @@ LEVELS = {
     "e2e": "the full Megatron path, simulated or on GPUs",
     "nightly": "the whole argument matrix and long random runs",
 }
+OTHER_MARKERS = {"ranks(n)": "takes n ranks: on GPUs, one GPU each (1 where there is no marker)"}
+_HARDWARE = pytest.StashKey[Hardware]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,26 +34,71 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=False,
         help="refuse tests that carry none of the markers " + ", ".join(LEVELS),
     )
-    parser.addoption(
+    group = parser.getgroup("optstream")
+    group.addoption(
         "--matrix-shard",
         type=parse_shard,
         metavar="I/N",
         help="of the argument matrix, run only part I of N, so that N runners share it",
     )
+    group.addoption(
+        "--hardware",
+        choices=CHOICES,
+        help="what e2e tests run on: auto (the default) takes GPUs where there are enough; gpu without them "
+        "is an error",
+    )
+    group.addoption(
+        "--ranks-max",
+        type=_positive,
+        default=RANKS_MAX,
+        metavar="N",
+        help=f"leave out tests of more than N ranks ({RANKS_MAX}); with GPUs, how many there must be",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for name, meaning in LEVELS.items():
+    for name, meaning in (LEVELS | OTHER_MARKERS).items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
+    if config.getoption("--hardware"):
+        hardware_of(config)  # now, so that a runner without its GPUs fails before anything runs
+
+
+def hardware_of(config: pytest.Config) -> Hardware:
+    """Decided when first asked for: it imports torch, which runs that use no hardware need not pay."""
+    if _HARDWARE not in config.stash:
+        try:
+            wanted = config.getoption("--hardware") or "auto"
+            config.stash[_HARDWARE] = choose(wanted, config.getoption("--ranks-max"))
+        except OptstreamError as error:
+            raise pytest.UsageError(str(error)) from error
+    return config.stash[_HARDWARE]
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    runs_e2e = config.getini("optstream_require_level") and config.option.markexpr.strip() != "unit"
+    if config.getoption("--hardware") or runs_e2e:
+        return f"optstream hardware: {hardware_of(config)}"
+    return None
+
+
+@pytest.fixture(scope="session")
+def hardware(pytestconfig: pytest.Config) -> str:
+    """`simulated` or `gpu`, as `run_ranks` takes it."""
+    return hardware_of(pytestconfig).kind
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # tryfirst: `-m` deselects in this same hook, and would drop the unmarked tests before they are seen.
     if shard := config.getoption("--matrix-shard"):
-        kept, dropped = shard.select(items)
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = kept
+        _keep(config, items, *shard.select(items))
+    ranks_max = config.getoption("--ranks-max")
+    _keep(
+        config,
+        items,
+        [item for item in items if ranks_of(item) <= ranks_max],
+        [item for item in items if ranks_of(item) > ranks_max],
+    )
     if not config.getini("optstream_require_level"):
         return
     unmarked = [item.nodeid for item in items if not has_level(item)]
@@ -53,5 +107,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"tests without a level marker ({', '.join(LEVELS)}):\n  {listing}")
 
 
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: list, dropped: list) -> None:
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
 def has_level(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(level) for level in LEVELS)
+
+
+def ranks_of(item: pytest.Item) -> int:
+    marker = item.get_closest_marker("ranks")
+    return marker.args[0] if marker else 1
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return value

@@ -1,0 +1,110 @@
+"""The plugin in test runs of its own: levels, hardware, ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optstream.harness.errors import ConfigurationError
+from optstream.harness.hardware import choose
+
+pytest_plugins = "pytester"
+pytestmark = pytest.mark.unit
+
+SUITE = """
+    import pytest
+
+    @pytest.mark.e2e
+    def test_one(hardware):
+        assert hardware == "{expected}"
+
+    @pytest.mark.e2e
+    @pytest.mark.ranks(2)
+    def test_two(hardware):
+        pass
+"""
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """Run a small suite of two tests on a machine with so many GPUs."""
+
+    def in_process(*words: str, gpus: int = 0, expected: str = "simulated", source: str = SUITE):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        pytester.makepyfile(source.replace("{expected}", expected))
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:xdist", *words)
+
+    return in_process
+
+
+def test_gpu_without_gpus_is_one_line_and_a_usage_error(run):
+    ended = run("--hardware=gpu")
+    assert ended.ret == pytest.ExitCode.USAGE_ERROR
+    (line,) = [line for line in ended.errlines if line.strip()]
+    assert line.startswith("ERROR: --hardware=gpu cannot run here")
+    assert "no GPUs visible" in line
+
+
+def test_gpu_with_too_few_is_an_error_even_where_some_tests_would_fit(run):
+    ended = run("--hardware=gpu", gpus=1)
+    assert ended.ret == pytest.ExitCode.USAGE_ERROR
+    ended.stderr.fnmatch_lines(["ERROR: *1 GPU visible*tests of up to 4 ranks*--ranks-max 1*"])
+
+
+def test_gpu_takes_gpus(run):
+    ended = run("--hardware=gpu", gpus=4, expected="gpu")
+    ended.assert_outcomes(passed=2)
+    ended.stdout.fnmatch_lines(["optstream hardware: gpu (4 GPUs visible*"])
+
+
+def test_a_single_gpu_runs_the_part_for_one(run):
+    ended = run("--hardware=gpu", "--ranks-max=1", gpus=1, expected="gpu")
+    ended.assert_outcomes(passed=1, deselected=1)
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0, "simulated"), (3, "simulated"), (4, "gpu")])
+def test_auto_says_what_it_chose_and_why(run, gpus, expected):
+    ended = run("--hardware=auto", gpus=gpus, expected=expected)
+    ended.assert_outcomes(passed=2)
+    ended.stdout.fnmatch_lines([f"optstream hardware: {expected} ({gpus or 'no'} GPU*visible to torch*"])
+
+
+def test_simulated_is_simulated_whatever_there_is(run):
+    ended = run("--hardware=simulated", gpus=8)
+    ended.assert_outcomes(passed=2)
+    ended.stdout.fnmatch_lines(["optstream hardware: simulated (as asked)*"])
+
+
+def test_hardware_is_chosen_without_being_asked(run):
+    run(gpus=4, expected="gpu").assert_outcomes(passed=2)
+
+
+def test_a_suite_that_requires_levels_says_its_hardware(run, pytester):
+    pytester.makeini("[pytest]\noptstream_require_level = true")
+    run().stdout.fnmatch_lines(["optstream hardware: simulated *"])
+    assert "optstream hardware" not in run("-m", "unit").stdout.str()
+
+
+def test_an_unknown_kind_is_refused(run):
+    assert run("--hardware=tpu").ret == pytest.ExitCode.USAGE_ERROR
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1", "many"])
+def test_a_number_of_ranks_that_is_none_is_refused(run, ranks):
+    assert run(f"--ranks-max={ranks}").ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_a_test_without_a_level_is_an_error_where_levels_are_required(run, pytester):
+    pytester.makeini("[pytest]\noptstream_require_level = true")
+    ended = run("-m", "unit", source="def test_unmarked(): pass")
+    assert ended.ret == pytest.ExitCode.USAGE_ERROR
+    ended.stderr.fnmatch_lines(["*tests without a level marker*", "*test_unmarked*"])
+    pytester.makeini("[pytest]")
+    run(source="def test_unmarked(): pass").assert_outcomes(passed=1)
+
+
+def test_the_choice_is_the_same_without_pytest(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose("gpu", 2).kind == "gpu"
+    with pytest.raises(ConfigurationError, match="2 GPUs visible"):
+        choose("gpu", 3)
