@@ -15,9 +15,9 @@ from optstream.core.validator import DISK_DIR, STREAM
 from optstream.harness import megatron_execution, oracle
 from optstream.harness.brute_force import draw
 from optstream.harness.check import parse_flags
-from optstream.harness.compare import streamed_state
 from optstream.harness.covering import count_coverage, covering_array
 from optstream.harness.domains import command_line
+from optstream.harness.final_state import streamed_state
 from optstream.harness.launch import run_ranks
 from optstream.harness.matrix import ACTED_ON, executions, part_of, reproduce
 from optstream.harness.megatron_execution import MODEL, execute_each

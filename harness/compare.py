@@ -9,10 +9,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-import xxhash
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from optstream.core.megatron import (
@@ -21,6 +18,14 @@ from optstream.core.megatron import (
     streaming_construction,
 )
 from optstream.core.records import StepRecord
+from optstream.harness.final_state import (
+    SEGMENTS,
+    Final,
+    digest_of,
+    final_of,
+    first_difference,
+    largest_error,
+)
 from optstream.harness.ledger import (
     GRADIENTS,
     STATE,
@@ -33,14 +38,6 @@ from optstream.harness.ledger import (
 from optstream.harness.stream_settings import StreamSettings
 from optstream.harness.training import Trainer
 from optstream.harness.training_config import TrainingConfig
-from optstream.harness.training_state import (
-    gather_model_params,
-    model_params,
-    named_shards,
-    resident_state,
-)
-
-SEGMENTS = ("main", "exp_avg", "exp_avg_sq")
 
 # What happens, and in which step; called on rank 0 only.
 Progress = Callable[[str, int], None]
@@ -90,14 +87,6 @@ class Comparison:
     parameters: int
 
 
-@dataclass(frozen=True)
-class _Final:
-    """Everything a run leaves behind on this rank, on the host, by name."""
-
-    params: dict[str, torch.Tensor]
-    state: dict[str, dict[str, Any]]
-
-
 def compare_on_rank(
     rank: int, config: TrainingConfig, settings: StreamSettings, progress: Progress | None = None
 ) -> Comparison:
@@ -105,8 +94,8 @@ def compare_on_rank(
     report = progress if progress is not None and rank == 0 else _silent
     resident, resident_final = _run_resident(rank, config, report)
     streamed, streamed_final = _run_streamed(rank, config, settings, report)
-    difference = _first_difference(resident.loss, streamed.loss, resident_final, streamed_final)
-    errors = {name: _largest_error(resident_final, streamed_final, name) for name in SEGMENTS}
+    difference = first_difference(resident.loss, streamed.loss, resident_final, streamed_final)
+    errors = {name: largest_error(resident_final, streamed_final, name) for name in SEGMENTS}
     return Comparison(
         resident,
         streamed,
@@ -117,7 +106,7 @@ def compare_on_rank(
     )
 
 
-def _run_resident(rank: int, config: TrainingConfig, progress: Progress) -> tuple[RunResult, _Final]:
+def _run_resident(rank: int, config: TrainingConfig, progress: Progress) -> tuple[RunResult, Final]:
     ledger = Ledger()
     trainer = Trainer(
         config,
@@ -127,16 +116,15 @@ def _run_resident(rank: int, config: TrainingConfig, progress: Progress) -> tupl
     )
     try:
         loss, step_s = _train(trainer, "resident", progress, ledger)
-        gather_model_params(trainer)
-        final = _Final(_on_host(model_params(trainer)), _copied(resident_state(trainer)))
-        return RunResult(loss, step_s, *_measured(ledger), _digest(final)), final
+        final = final_of(trainer)
+        return RunResult(loss, step_s, *_measured(ledger), digest_of(final)), final
     finally:
         trainer.close()
 
 
 def _run_streamed(
     rank: int, config: TrainingConfig, settings: StreamSettings, progress: Progress
-) -> tuple[StreamedResult, _Final]:
+) -> tuple[StreamedResult, Final]:
     ledger = Ledger()
     stores: list[MegatronStateStore] = []
     args = settings.namespace()
@@ -162,8 +150,7 @@ def _run_streamed(
     trainer = Trainer(config, rank=rank, construction=construction, after_construction=set_up)
     try:
         loss, step_s = _train(trainer, "streamed", progress, ledger)
-        gather_model_params(trainer)
-        final = _Final(_on_host(model_params(trainer)), streamed_state(trainer, stores))
+        final = final_of(trainer, stores)
         return _streamed_result(loss, step_s, ledger, stores, final), final
     finally:
         for store in stores:
@@ -221,7 +208,7 @@ def _streamed_result(
     step_s: list[float],
     ledger: Ledger,
     stores: list[MegatronStateStore],
-    final: _Final,
+    final: Final,
 ) -> StreamedResult:
     # Reading the final state has drained the stores: the records' bytes are final.
     steps = list(zip(*(store.records for store in stores), strict=True))
@@ -230,7 +217,7 @@ def _streamed_result(
         loss,
         step_s,
         *_measured(ledger),
-        _digest(final),
+        digest_of(final),
         state_bytes_bound=sum(engine.device_bytes_bound for engine in engines)
         + sum(store.resident_bytes for store in stores),
         host_bytes_bound=sum(engine.host_bytes_bound for engine in engines),
@@ -241,88 +228,6 @@ def _streamed_result(
         depth=max((engine.depth for engine in engines), default=0),
         records=[record for step in steps for record in step],
     )
-
-
-def streamed_state(trainer: Trainer, stores: list[MegatronStateStore]) -> dict[str, dict[str, Any]]:
-    """The pieces of every store put together to shards, by name, as `resident_state` gives them."""
-    shards = {shard.model_param: shard for shard in named_shards(trainer)}
-    state: dict[str, dict[str, Any]] = {}
-    for store in stores:
-        for param, start, stop, values, step in store.states():
-            shard = shards[param]
-            whole = state.setdefault(
-                shard.name, {name: torch.empty(shard.stop - shard.start) for name in SEGMENTS}
-            )
-            for name in SEGMENTS:
-                whole[name][start - shard.start : stop - shard.start] = values[name]
-            whole["step"] = float(step)
-    return state
-
-
-def _first_difference(
-    resident_loss: list[float], streamed_loss: list[float], resident: _Final, streamed: _Final
-) -> str | None:
-    for step, (one, other) in enumerate(zip(resident_loss, streamed_loss, strict=True), start=1):
-        if not _same_bits(one, other):
-            return f"the loss of step {step}"
-    if resident.params.keys() != streamed.params.keys() or resident.state.keys() != streamed.state.keys():
-        return "the names of parameters"
-    for name, param in resident.params.items():
-        if not _same_bits(param, streamed.params[name]):
-            return f"model param {name}"
-    for name, values in resident.state.items():
-        for key, value in values.items():
-            if not _same_bits(value, streamed.state[name][key]):
-                return f"{key} of {name}"
-    return None
-
-
-def _same_bits(one: Any, other: Any) -> bool:
-    if not torch.is_tensor(one):
-        one, other = torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64)
-    # Bytes, not values: NaN is equal to the same NaN, and 0.0 is not -0.0.
-    return one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
-
-
-def _largest_error(resident: _Final, streamed: _Final, segment: str) -> float:
-    return max(
-        (
-            (values[segment] - streamed.state[name][segment]).abs().max().item()
-            for name, values in resident.state.items()
-        ),
-        default=0.0,
-    )
-
-
-def _digest(final: _Final) -> str:
-    """One hash over all params, mains, moments and step counts, by name."""
-    digest = xxhash.xxh3_128()
-    named = {f"param/{name}": param for name, param in final.params.items()}
-    for name, values in final.state.items():
-        named |= {f"{key}/{name}": value for key, value in values.items()}
-    for name in sorted(named):
-        value = named[name]
-        digest.update(name.encode())
-        digest.update(_bytes(value if torch.is_tensor(value) else torch.tensor(value)).numpy())
-    return digest.hexdigest()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-
-
-def _on_host(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: param.detach().cpu().clone() for name, param in params.items()}
-
-
-def _copied(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {
-            key: value.detach().cpu().clone() if torch.is_tensor(value) else value
-            for key, value in values.items()
-        }
-        for name, values in state.items()
-    }
 
 
 def _silent(run: str, step: int) -> None:

@@ -24,9 +24,9 @@ from optstream.core.megatron import (
 )
 from optstream.core.validator import MOMENT_DTYPE, STREAM
 from optstream.harness.check import parse_flags
-from optstream.harness.compare import streamed_state
 from optstream.harness.domains import Combination, command_line
 from optstream.harness.engagement import FakeScratch, expect, expect_bits, expect_streamed, fake_scratch
+from optstream.harness.final_state import streamed_state
 from optstream.harness.launch import run_ranks
 from optstream.harness.training import Trainer
 from optstream.harness.training_config import TrainingConfig

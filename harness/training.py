@@ -77,7 +77,7 @@ class Trainer:
         try:
             torch.manual_seed(config.seed)
             model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
-            self._transformer_config = _transformer_config(config)
+            self._transformer_config = transformer_config(config)
             self.model = [_model_chunk(config, self._transformer_config)]
             with construction():
                 self.optimizer = get_megatron_optimizer(_optimizer_config(config), self.model)
@@ -161,7 +161,7 @@ def _dtype(config: TrainingConfig) -> torch.dtype:
     return torch.float16 if config.fp16 else torch.float32
 
 
-def _transformer_config(config: TrainingConfig) -> TransformerConfig:
+def transformer_config(config: TrainingConfig) -> TransformerConfig:
     experts = {}
     if config.experts:
         experts = {
@@ -195,9 +195,10 @@ def _transformer_config(config: TrainingConfig) -> TransformerConfig:
     )
 
 
-def _model_chunk(config: TrainingConfig, transformer_config: TransformerConfig) -> DistributedDataParallel:
+def gpt_model(config: TrainingConfig, transformer: TransformerConfig) -> torch.nn.Module:
+    """This rank's part of the model, on the device, in the precision that Megatron's `get_model` gives it."""
     model = GPTModel(
-        config=transformer_config,
+        config=transformer,
         transformer_layer_spec=get_gpt_layer_local_spec(num_experts=config.experts or None),
         vocab_size=VOCABULARY,
         max_sequence_length=config.seq,
@@ -208,16 +209,20 @@ def _model_chunk(config: TrainingConfig, transformer_config: TransformerConfig) 
     ).cuda()
     # As Megatron's own `get_model`. Without it, the local spec's norms stay fp32.
     if (config.bf16 or config.fp16) and not config.native_fp32_norms:
-        model = Float16Module(transformer_config, model)
+        model = Float16Module(transformer, model)
+    return model
+
+
+def _model_chunk(config: TrainingConfig, transformer: TransformerConfig) -> DistributedDataParallel:
     return DistributedDataParallel(
-        config=transformer_config,
+        config=transformer,
         ddp_config=DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=config.grad_reduce_in_fp32,
             overlap_grad_reduce=config.overlap_grad_reduce,
             overlap_param_gather=config.overlap_param_gather,
         ),
-        module=model,
+        module=gpt_model(config, transformer),
     )
 
 
