@@ -26,7 +26,7 @@ from optstream.backends.errors import (
 )
 from optstream.backends.interface import Backend, FilesystemInfo, StoredFile, check_name
 from optstream.backends.nvme_file import FILE_FLAGS, NvmeFile
-from optstream.backends.oserrors import space_error, storage_error
+from optstream.backends.oserrors import space_error, storage_error, typed
 from optstream.backends.probe import PROBE_NAME, examine_filesystem
 from optstream.backends.system import System
 
@@ -58,7 +58,9 @@ class NvmeBackend(Backend):
                 # The first component is optstream's own, so all below it may be judged; `directory` is the
                 # user's.
                 first = check_subdirectory(subdirectory)[0]
-                sweep(self._system, os.path.join(os.path.abspath(os.path.expanduser(directory)), first))
+                below = os.path.join(os.path.abspath(os.path.expanduser(directory)), first)
+                with typed("remove what dead runs left in", below):
+                    sweep(self._system, below)
         except BaseException:
             self.close(remove_files=not keep)
             raise
@@ -70,7 +72,7 @@ class NvmeBackend(Backend):
 
     def free_bytes(self) -> int:
         self._check_open()
-        return self._system.free_bytes(self._claim.directory)
+        return self._free_bytes()
 
     def create(self, name: str, size_bytes: int) -> StoredFile:
         self._check_name(name)
@@ -132,10 +134,11 @@ class NvmeBackend(Backend):
         if self._closed:
             return
         self._closed = True
-        # A handle that outlived the claim could write into the next claimant's file.
-        for file in list(self._open_files):
-            file.close()
-        self._claim.release(remove_everything=remove_files)
+        with ExitStack() as all_of_it:
+            all_of_it.callback(self._claim.release, remove_everything=remove_files)
+            # A handle that outlived the claim could write into the next claimant's file.
+            for file in list(self._open_files):
+                all_of_it.callback(file.close)
 
     def _open_file(self, name: str, flags: int, *, size_bytes: int | None) -> NvmeFile:
         """`size_bytes`: what a new file will have; None: take it from the file. Lets FileNotFoundError
@@ -194,7 +197,7 @@ class NvmeBackend(Backend):
 
     def _check_space(self, name: str, size_bytes: int) -> None:
         directory = self._claim.directory
-        free = self._system.free_bytes(directory)
+        free = self._free_bytes()
         try:
             # The file that this one replaces goes first.
             available = (
@@ -204,6 +207,12 @@ class NvmeBackend(Backend):
             available = free
         if size_bytes > available:
             raise space_error("create", self._path(name), needed_bytes=size_bytes, free_bytes=available)
+
+    def _free_bytes(self) -> int:
+        try:
+            return self._system.free_bytes(self._claim.directory)
+        except OSError as error:
+            raise storage_error("measure", self.root, error) from error
 
     def _remove_if_present(self, name: str) -> None:
         try:

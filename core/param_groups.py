@@ -18,8 +18,9 @@ from optstream.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Not settings: the parameters themselves, their names, and the step count, which is recorded apart.
-_NOT_SETTINGS = frozenset({"params", "param_names", "step"})
+# Not settings: the parameters themselves, their names, the step count, which is recorded apart, and Megatron's
+# mark of which ranks hold the parameters, which is the topology's affair.
+_NOT_SETTINGS = frozenset({"params", "param_names", "step", "is_expert_parallel"})
 # What a learning-rate scheduler decides, and with it the trainer's own flags.
 SCHEDULED = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "start_wd", "end_wd"})
 
