@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -202,16 +201,12 @@ class Serial:
         size = max(layout.state_bytes for layout in self._layouts)
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=problem.device.type != "cpu")
         self._slot = self._host.to(problem.device)
+        # Claimed for its clean-up alone: what a killed run leaves here, the next one removes.
+        backend = open_backend(config.directories[:1], subdirectory=_subdirectory())
         self._resources = ExitStack()
-        directory = Path(
-            self._resources.enter_context(
-                tempfile.TemporaryDirectory(prefix="serial-", dir=config.directories[0])
-            )
-        )
-        self._files = [
-            self._resources.enter_context((directory / str(bucket.index)).open("w+b", buffering=0))
-            for bucket in self._buckets
-        ]
+        self._resources.callback(backend.close, remove_files=True)
+        paths = [Path(backend.root, str(bucket.index)) for bucket in self._buckets]
+        self._files = [self._resources.enter_context(path.open("w+b", buffering=0)) for path in paths]
         self._write_initial()
 
     def run(self, steps: int) -> float:
@@ -341,4 +336,4 @@ class Floor:
 
 
 def _subdirectory() -> str:
-    return f"bench/pid{os.getpid()}/contender{next(_numbers)}"
+    return f"optstream-bench/pid{os.getpid()}/contender{next(_numbers)}"
