@@ -22,6 +22,8 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from typing import Self
@@ -37,6 +39,7 @@ from optstream.backends.directories import (
     remove_files,
 )
 from optstream.backends.errors import ClaimedError, StorageError
+from optstream.backends.oserrors import typed
 from optstream.backends.system import System
 
 # A neighbour's sweep holds a dead claim's lock for an instant before it says so, and a predecessor may be
@@ -118,8 +121,10 @@ class Claim:
                 if tries >= (RECLAIMING_TRIES if owner is not None and owner.reclaiming else PATIENCE_TRIES):
                     raise cannot_create(root, vanished) if vanished else _claimed(root, owner)
                 system.sleep(RETRY_S)
-        except BaseException:
+        except BaseException as error:
             remove_empty_directories(system, created)
+            if isinstance(error, OSError):
+                raise cannot_create(root, error) from error
             raise
 
     def release(self, *, remove_everything: bool) -> None:
@@ -140,13 +145,14 @@ class Claim:
             raise StorageError(
                 f"cannot clean up {self.root}",
                 why=error.strerror or str(error),
-                remedy="Remove the directory by hand",
+                remedy="The next run that uses the directory does it; or remove the directory by hand",
                 path=self.root,
                 operation="close",
             ) from error
         finally:
-            self._system.close_lock(self._lock)
-            self._system.close(self.directory)
+            with typed("close", self.root), ExitStack() as both:
+                both.callback(self._system.close, self.directory)
+                both.callback(self._system.close_lock, self._lock)
         if remove_everything:
             between = os.path.relpath(self.root, self._base).split(os.sep)
             ours = [os.path.join(self._base, *between[:depth]) for depth in range(1, len(between) + 1)]
@@ -191,13 +197,15 @@ def _try_lock(system: System, directory: int, root: str, *, keep: bool) -> tuple
             return None, read_owner(system, lock)
         if not is_still_named(system, lock, CLAIM_NAME, directory):
             return None, None
-        previous = read_owner(system, lock)
-        if previous is not None and not previous.keep:
-            remove_files(system, directory)
         try:
+            previous = read_owner(system, lock)
+            if previous is not None and not previous.keep:
+                remove_files(system, directory)
             write_owner(system, lock, Owner.of_this_process(system, keep=keep))
         except OSError:
-            system.unlink(CLAIM_NAME, dir_fd=directory)  # or a full disk would be left fuller than before
+            if not system.fstat(lock).st_size:
+                # Without a record it says nothing, and a full disk would be left fuller than before.
+                system.unlink(CLAIM_NAME, dir_fd=directory)
             raise
         taken = True
         return lock, None
@@ -221,7 +229,7 @@ def is_still_named(system: System, descriptor: int, name: str, directory: int) -
 def read_owner(system: System, lock: int) -> Owner | None:
     """The record in a claim file; None where there is none yet, or a crash tore it."""
     buffer = bytearray(RECORD_BYTES_MAX)
-    length = system.preadv(lock, [memoryview(buffer)], 0)
+    length = _transfer(system.preadv, lock, memoryview(buffer))
     try:
         record = json.loads(buffer[:length])
         return Owner(**{field.name: record[field.name] for field in fields(Owner)})
@@ -232,9 +240,23 @@ def read_owner(system: System, lock: int) -> Owner | None:
 def write_owner(system: System, lock: int, owner: Owner) -> None:
     record = json.dumps(asdict(owner)).encode()
     system.ftruncate(lock, 0)
-    written = system.pwritev(lock, [memoryview(record)], 0)
-    if written != len(record):
+    if _transfer(system.pwritev, lock, memoryview(record)) != len(record):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _transfer(call: Callable[..., int], descriptor: int, view: memoryview) -> int:
+    """Bytes moved from the start of the file until it ends, or `view` does, however often a call stops
+    early."""
+    done = 0
+    while done < len(view):
+        try:
+            moved = call(descriptor, [view[done:]], done)
+        except InterruptedError:
+            continue
+        if not moved:
+            break
+        done += moved
+    return done
 
 
 def sweep(system: System, directory: str) -> None:

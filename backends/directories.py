@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 import warnings
+from contextlib import ExitStack
 
 from optstream.backends.errors import DirectoryError, StorageError, StorageWarning
 from optstream.backends.oserrors import DISK_FULL, space_error
@@ -40,7 +41,8 @@ def open_directories(system: System, base: str, parts: list[str], created: list[
     path = base
     for part in parts:
         path = os.path.join(path, part)
-        try:
+        with ExitStack() as undo:
+            undo.callback(system.close, descriptor)
             try:
                 system.mkdir(part, PRIVATE_DIRECTORY, dir_fd=descriptor)
                 created.append(path)
@@ -51,8 +53,11 @@ def open_directories(system: System, base: str, parts: list[str], created: list[
             except OSError as error:
                 raise cannot_create(path, error) from error
             below = _open_own_directory(system, part, path=path, inside=descriptor)
-        finally:
+            undo.pop_all()
+        with ExitStack() as undo:
+            undo.callback(system.close, below)
             system.close(descriptor)
+            undo.pop_all()
         descriptor = below
     return descriptor
 

@@ -99,24 +99,24 @@ class FakeSystem(System):
 
     def open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         with self._mutex:
-            full = self._full_path(path, dir_fd)
             direct = bool(flags & self.direct_flag)
             if direct and self._alignment_bytes is None:
-                raise _error(errno.EINVAL, full)
-            if self._filesystem.exists(full, check_link=True):
-                found = self._filesystem.lresolve(full)
-                if flags & os.O_CREAT and flags & os.O_EXCL:
-                    raise _error(errno.EEXIST, full)
-                if self._filesystem.islink(full):
-                    if flags & os.O_NOFOLLOW:
-                        raise _error(errno.ENOTDIR if flags & os.O_DIRECTORY else errno.ELOOP, full)
-                    found = self._filesystem.resolve(full)
-                if flags & os.O_DIRECTORY and not self._filesystem.isdir(full):
-                    raise _error(errno.ENOTDIR, full)
-            elif flags & os.O_CREAT:
-                found = self._create(full, mode)
+                raise _error(errno.EINVAL, path)
+            try:
+                found = self._find(path, dir_fd)
+            except FileNotFoundError:
+                if not flags & os.O_CREAT:
+                    raise
+                found = self._create(self._full_path(path, dir_fd), mode)
             else:
-                raise _error(errno.ENOENT, full)
+                if flags & os.O_CREAT and flags & os.O_EXCL:
+                    raise _error(errno.EEXIST, path)
+                if stat.S_ISLNK(found.st_mode):
+                    if flags & os.O_NOFOLLOW:
+                        raise _error(errno.ENOTDIR if flags & os.O_DIRECTORY else errno.ELOOP, path)
+                    found = self._filesystem.resolve(self._full_path(path, dir_fd))
+                if flags & os.O_DIRECTORY and not _is_directory(found):
+                    raise _error(errno.ENOTDIR, path)
             number = self._next_descriptor
             self._next_descriptor += 1
             self._descriptors[number] = _Descriptor(found, direct)
@@ -142,9 +142,9 @@ class FakeSystem(System):
 
     def stat(self, path: str, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> SimpleNamespace:
         with self._mutex:
-            full = self._full_path(path, dir_fd)
-            resolve = self._filesystem.resolve if follow_symlinks else self._filesystem.lresolve
-            return _status(resolve(full))
+            if follow_symlinks:
+                return _status(self._filesystem.resolve(self._full_path(path, dir_fd)))
+            return _status(self._find(path, dir_fd))
 
     def fstat(self, descriptor: int) -> SimpleNamespace:
         with self._mutex:
@@ -160,9 +160,8 @@ class FakeSystem(System):
 
     def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         with self._mutex:
-            full = self._full_path(path, dir_fd)
-            removed = self._filesystem.lresolve(full)
-            self._filesystem.remove(full)
+            removed = self._find(path, dir_fd)
+            self._filesystem.remove(self._full_path(path, dir_fd))
             self._forget_if_gone(removed)
 
     def rename(self, source: str, target: str, *, src_dir_fd: int | None, dst_dir_fd: int | None) -> None:
@@ -263,6 +262,11 @@ class FakeSystem(System):
     def open_descriptors(self) -> int:
         return len(self._descriptors)
 
+    def files(self) -> list[str]:
+        """The paths of all files, sorted."""
+        with self._mutex:
+            return sorted(entry.path for d in self._directories() for entry in _files_of(d).values())
+
     def set_free_bytes(self, free_bytes: int) -> None:
         """Let other users of the disk take or give back space, so that this much is left."""
         with self._mutex:
@@ -332,12 +336,24 @@ class FakeSystem(System):
 
     def _directory(self, number: int) -> FakeDirectory:
         directory = self._descriptor(number).object
-        if (
-            not self._filesystem.exists(directory.path)
-            or self._filesystem.resolve(directory.path) is not directory
-        ):
+        # Walked, not resolved: pyfakefs takes its time over every component of a path.
+        found = self._filesystem.root
+        for name in directory.path.strip("/").split("/"):
+            found = found.entries.get(name) if name and _is_directory(found) else found
+            if found is None:
+                raise _error(errno.ENOENT, directory.path)
+        if found is not directory:
             raise _error(errno.ENOENT, directory.path)
         return directory
+
+    def _find(self, path: str, dir_fd: int | None) -> FakeFile:
+        """What stands at `path` (one component, where it is below a descriptor), be it a link."""
+        if dir_fd is None:
+            return self._filesystem.lresolve(path)
+        found = self._directory(dir_fd).entries.get(path)
+        if found is None:
+            raise _error(errno.ENOENT, path)
+        return found
 
     def _full_path(self, path: str, dir_fd: int | None) -> str:
         return path if dir_fd is None else f"{self._directory(dir_fd).path}/{path}"

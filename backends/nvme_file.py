@@ -18,11 +18,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from optstream.backends.errors import StorageError, TransferError
 from optstream.backends.interface import StoredFile
-from optstream.backends.oserrors import DISK_FULL, space_error, storage_error
+from optstream.backends.oserrors import DISK_FULL, space_error, storage_error, typed
 from optstream.backends.probe import address_of, aligned_buffer
 from optstream.backends.system import CANNOT_RESERVE, System
 
@@ -153,9 +153,10 @@ class NvmeFile(StoredFile):
                 self._close_descriptors()
 
     def _close_descriptors(self) -> None:
-        self._system.close(self._descriptor)
-        if self._buffered is not None:
-            self._system.close(self._buffered)
+        with typed("close", self.path), ExitStack() as both:
+            if self._buffered is not None:
+                both.callback(self._system.close, self._buffered)
+            both.callback(self._system.close, self._descriptor)
 
     # Transfers
 
@@ -259,7 +260,8 @@ class NvmeFile(StoredFile):
     def _failure(self, operation: str, offset: int, length: int, error: OSError) -> StorageError:
         if error.errno not in DISK_FULL:
             return storage_error(operation, self.path, error, offset=offset)
-        free = self._system.free_bytes(self._descriptor)
+        with typed("measure the free space of", self.path):
+            free = self._system.free_bytes(self._descriptor)
         return space_error(operation, self.path, needed_bytes=length, free_bytes=free, offset=offset)
 
     def _short(self, operation: str, offset: int, moved: int, wanted: int) -> TransferError:

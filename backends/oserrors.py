@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from optstream.backends.errors import SpaceError, StorageError, TransferError
 
@@ -31,6 +33,15 @@ def storage_error(operation: str, path: str, error: OSError, *, offset: int | No
         offset=offset,
         operation=operation,
     )
+
+
+@contextmanager
+def typed(operation: str, path: str) -> Iterator[None]:
+    """An OSError that leaves the block becomes a typed error."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(operation, path, error) from error
 
 
 def space_error(

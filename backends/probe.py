@@ -82,13 +82,16 @@ def _direct_alignment(system: System, directory: int) -> int | None:
 def _takes_direct(system: System, descriptor: int, alignment: int) -> bool:
     # An odd multiple of the alignment everywhere, so that no luckier placement hides a stricter rule.
     buffer = aligned_buffer(alignment, 2 * alignment, skew_bytes=alignment)
-    try:
-        written = system.pwritev(descriptor, [buffer], alignment)
-        return written == alignment == system.preadv(descriptor, [buffer], alignment)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
+    while True:
+        try:
+            written = system.pwritev(descriptor, [buffer], alignment)
+            return written == alignment == system.preadv(descriptor, [buffer], alignment)
+        except InterruptedError:
+            continue
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
 
 
 def _can_disable_cache(system: System, directory: int) -> bool:

@@ -16,7 +16,7 @@ from optstream.core.errors import OptstreamError, UnsupportedError
 from optstream.core.formats import moment_warning
 from optstream.core.local_checkpoints import LocalCheckpoints
 from optstream.core.plan import Entry, Piece
-from optstream.core.publish import CheckpointDirectory
+from optstream.core.publish import CheckpointDirectory, checkpoint_directory
 from optstream.core.read_ahead import BackwardHook
 from optstream.core.records import StepRecord
 from optstream.core.streamer import StateStreamer
@@ -147,22 +147,28 @@ class StreamingAdamW(torch.optim.AdamW):
         return found
 
     def save_to(
-        self, base_dir: str | os.PathLike, *, iteration: int | None = None, background: bool = False
+        self,
+        base_dir: str | os.PathLike | CheckpointDirectory,
+        *,
+        iteration: int | None = None,
+        background: bool = False,
     ) -> None:
         """Save the state as a checkpoint below `base_dir`, whole or not at all.
 
         iteration: the trainer's count of steps; by default the optimizer's. background: return as soon as the
         state of this moment is sure to be what is saved; steps may go on. See `core.checkpoint.Saver`.
         The model's weights are not in it, but the main params are, from which the weights come back."""
-        self._checkpoints.save(CheckpointDirectory(base_dir), iteration=iteration, background=background)
+        self._checkpoints.save(checkpoint_directory(base_dir), iteration=iteration, background=background)
 
-    def load_from(self, base_dir: str | os.PathLike, *, keep_schedule: bool = False) -> bool:
+    def load_from(
+        self, base_dir: str | os.PathLike | CheckpointDirectory, *, keep_schedule: bool = False
+    ) -> bool:
         """Restore the state, and the parameters with it, from what `save_to` has saved below `base_dir`.
 
         Params are matched by name (of their place in the groups, where they were given without names). What
         earlier steps left, also failed ones, is forgotten. keep_schedule: learning rates and weight decay
         stay as they are now. Returns True. Raises CheckpointError for what does not fit or is damaged."""
-        self._checkpoints.load(CheckpointDirectory(base_dir), self._publish, keep_schedule=keep_schedule)
+        self._checkpoints.load(checkpoint_directory(base_dir), self._publish, keep_schedule=keep_schedule)
         return True
 
     def wait_for_save(self) -> None:

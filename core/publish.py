@@ -95,6 +95,11 @@ class CheckpointDirectory:
         return sorted(int(found[1]) for found in map(_RANK.fullmatch, names) if found)
 
 
+def checkpoint_directory(base: str | os.PathLike | CheckpointDirectory) -> CheckpointDirectory:
+    """`base` itself, where it is one already: on storage that no path names."""
+    return base if isinstance(base, CheckpointDirectory) else CheckpointDirectory(base)
+
+
 def make_visible_durable(root: Backend) -> None:
     """Whatever manifest is visible now will be after a crash, too.
 

@@ -183,11 +183,13 @@ class Injector:
     """Counts operations, from any thread, and says which fault is due.
 
     injected: every fault that happened, in order. counts: operations so far, by name.
+    armed: False lets everything through, uncounted.
     """
 
     plan: FaultPlan
     injected: list[Injected] = field(default_factory=list)
     counts: Counter[Operation] = field(default_factory=Counter)
+    armed: bool = True
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.plan.seed)
@@ -195,6 +197,8 @@ class Injector:
 
     def due(self, operation: Operation, path: str, offset: int | None = None) -> Kind | None:
         """Count one more `operation`; the kind of the first fault of the plan that strikes it, if any."""
+        if not self.armed:
+            return None
         with self._lock:
             self.counts[operation] += 1
             nth = self.counts[operation]

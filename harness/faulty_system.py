@@ -32,20 +32,19 @@ class FaultySystem:
     """`inner`, a `System`, with faults in its calls: pass it as the file backend's `system`.
 
     EINTR and short returns are what a kernel may do at any time: the backend must carry on to the right bits.
-    EIO and ENOSPC must become its typed errors. `armed` False lets everything through, uncounted.
+    EIO and ENOSPC must become its typed errors.
     """
 
-    def __init__(self, inner: System, plan: FaultPlan | Injector, *, armed: bool = True) -> None:
+    def __init__(self, inner: System, plan: FaultPlan | Injector) -> None:
         self._inner = inner
         self.injector = plan if isinstance(plan, Injector) else Injector(plan)
-        self.armed = armed
         unsupported = {fault.kind for fault in self.injector.plan.faults} - SUPPORTED
         if unsupported:
             raise ValueError(f"no system call can suffer {', '.join(sorted(unsupported))}")
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._inner, name)
-        if name not in CALLS or not self.armed:
+        if name not in CALLS:
             return call
 
         def faulty(*args: Any, **kwargs: Any) -> Any:

@@ -384,7 +384,9 @@ def test_published_and_synced_files_are_whole_after_a_crash(disk, seed):
 
 
 def faulty_disk(disk: FakeSystem, fault: str) -> FaultySystem:
-    return FaultySystem(disk, FaultPlan.parse(f"seed=0 {fault}"), armed=False)
+    system = FaultySystem(disk, FaultPlan.parse(f"seed=0 {fault}"))
+    system.injector.armed = False
+    return system
 
 
 @pytest.mark.parametrize("fault", ["EINTR@read#1", "EINTR@write#1", "short@read#1", "short@write#1"])
@@ -393,7 +395,7 @@ def test_interrupted_and_short_calls_end_in_the_right_bits(disk, fault, size_byt
     system = faulty_disk(disk, fault)
     backend = NvmeBackend("/scratch", subdirectory="runs/faults", system=system)
     with backend.create("f", size_bytes) as file:
-        system.armed = True
+        system.injector.armed = True
         data = pattern(size_bytes)
         file.write_from(0, memoryview(data))
         assert disk.raw_read(file.path, 0, size_bytes) == data
@@ -428,7 +430,7 @@ def test_errors_of_the_system_become_typed(disk, fault, expected):
     system = faulty_disk(disk, fault)
     backend = NvmeBackend("/scratch", subdirectory="runs/faults", system=system)
     with backend.create("f", 8192) as file:
-        system.armed = True
+        system.injector.armed = True
 
         def use() -> None:
             file.write_from(4096, memoryview(pattern(4096)))
