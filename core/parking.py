@@ -155,9 +155,10 @@ class DiskParking:
         pinned = parked[0].storage.device.type != "cpu"
         buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
         threads = min(TRANSFERS, len(transfers))
+        largest = round_up(max(transfer.size_bytes for transfer in transfers), self._alignment)
         for _ in range(threads):
-            buffers.put(allocate_host(self.transfer_bytes, pinned=pinned))
-        self._host_bytes = max(self._host_bytes, threads * self.transfer_bytes)
+            buffers.put(allocate_host(largest, pinned=pinned))
+        self._host_bytes = max(self._host_bytes, threads * largest)
         wholes = [each.as_bytes() for each in parked]
         with (
             self._backend.open(FILE_NAME) as file,

@@ -42,6 +42,11 @@ def load_text(path: str | os.PathLike | None = None, *, bytes_max: int = TEXT_BY
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
+def check_data(path: str | os.PathLike | None) -> None:
+    """Raise DataError now, with one line, and not later in a rank."""
+    load_text(path)
+
+
 def _read_path(path: Path, bytes_max: int) -> bytes:
     remedy = "Give a text file, or a directory that holds some"
     if path.is_dir():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from optstream.backends.errors import OptstreamError
 
-__all__ = ["ConfigurationError", "DataError", "OptstreamError", "RankError"]
+__all__ = ["ConfigurationError", "DataError", "DeviceMemoryError", "OptstreamError", "RankError"]
 
 
 class ConfigurationError(OptstreamError):
@@ -14,6 +14,16 @@ class ConfigurationError(OptstreamError):
 
 class DataError(OptstreamError):
     """Training data that cannot be read as text."""
+
+
+class DeviceMemoryError(OptstreamError):
+    """A device, simulated or real, is full. Carries `resident`: bytes in use by name."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, resident: dict[str, int], **fields) -> None:
+        super().__init__(what, **fields)
+        self.resident = resident
 
 
 class RankError(OptstreamError):

@@ -44,6 +44,11 @@ PRELOADED = ["optstream.harness.training_state"]
 TERMINATION_S = 5.0
 
 
+def available_hardware() -> Hardware:
+    """Real GPUs where there are any."""
+    return "gpu" if torch.cuda.is_available() else "simulated"
+
+
 def run_ranks(
     function: Callable[..., Any],
     ranks: int,

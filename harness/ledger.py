@@ -165,15 +165,15 @@ class _AllocationWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [tensor.untyped_storage() for tensor in _strided(result) if _is_bulk_fp32(tensor)]
+        made = [tensor.untyped_storage() for tensor in strided_tensors(result) if _is_bulk_fp32(tensor)]
         if made:
-            given = {tensor.untyped_storage() for tensor in _strided((args, kwargs))}
+            given = {tensor.untyped_storage() for tensor in strided_tensors((args, kwargs))}
             if new := [storage for storage in made if storage not in given]:
                 self._report(new)
         return result
 
 
-def _strided(tree: Any) -> Iterator[torch.Tensor]:
+def strided_tensors(tree: Any) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
             yield leaf

@@ -36,6 +36,14 @@ class RunCurves:
     state_bytes_peak: int
 
 
+class PhaseBar(NamedTuple):
+    """One phase of a loop of rollout and training; phases follow each other without gaps."""
+
+    name: str
+    seconds: float
+    device_bytes_peak: int
+
+
 class SummaryRow(NamedTuple):
     """One figure of both runs, as text; empty where a run has none."""
 
@@ -52,6 +60,7 @@ class TrainReport:
     bound_bytes: what the streamed run's state may take on the device.
     configuration, versions: shown as tables, in their order.
     step: the streamed step whose buckets are drawn (see `typical_step`); None, or without spans, for none.
+    phases: of a loop of rollout and training, in their order.
     """
 
     title: str
@@ -64,6 +73,7 @@ class TrainReport:
     configuration: Mapping[str, object] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     step: StepRecord | None = None
+    phases: Sequence[PhaseBar] = ()
 
 
 def write_report(path: str | Path, report: TrainReport) -> None:
@@ -82,6 +92,7 @@ def write_report(path: str | Path, report: TrainReport) -> None:
         loss=_loss_chart(report),
         memory=_memory_chart(report),
         buckets=_step_chart(report.step) if report.step else None,
+        phases=_phase_charts(report.phases) if report.phases else None,
     )
     write_text(str(path), page)
 
@@ -165,3 +176,31 @@ def _step_chart(step: StepRecord) -> _StepChart | None:
         marker=(max(updates), "last update"),
     )
     return _StepChart(chart, read_ahead=len(step.spans) - len(drawn))
+
+
+@dataclass(frozen=True)
+class _PhaseCharts:
+    timeline: Timeline
+    memory: LineChart
+
+
+def _phase_charts(phases: Sequence[PhaseBar]) -> _PhaseCharts:
+    names = list(dict.fromkeys(phase.name for phase in phases))
+    rows: dict[str, list[Interval]] = {name: [] for name in names}
+    memory: list[Point] = []
+    now = 0.0
+    for phase in phases:
+        nth = len(rows[phase.name]) + 1
+        rows[phase.name].append(Interval(now, now + phase.seconds, str(nth), names.index(phase.name)))
+        memory.append((now, phase.device_bytes_peak))
+        now += phase.seconds
+    memory.append((now, phases[-1].device_bytes_peak))
+    return _PhaseCharts(
+        timeline(list(rows.items()), origin=0.0),
+        line_chart(
+            [Series("peak of each phase", "streamed", memory, stepped=True, filled=True)],
+            x_title="seconds since the loop began",
+            y_title="device memory",
+            unit=byte_unit(max(phase.device_bytes_peak for phase in phases)),
+        ),
+    )

@@ -28,7 +28,7 @@ def summarise(config: TrainingConfig, comparisons: list[Comparison]) -> dict[str
         "resident": {
             "state_bytes_peak": first.resident.state_bytes_peak,
             "step_s": first.resident.step_s,
-            "digest": _joint_digest([each.resident.digest for each in comparisons]),
+            "digest": joint_digest([each.resident.digest for each in comparisons]),
         },
         "streamed": {
             "state_bytes_peak": streamed.state_bytes_peak,
@@ -38,7 +38,7 @@ def summarise(config: TrainingConfig, comparisons: list[Comparison]) -> dict[str
             "step_s": streamed.step_s,
             "buckets": streamed.buckets,
             "depth": streamed.depth,
-            "digest": _joint_digest([each.streamed.digest for each in comparisons]),
+            "digest": joint_digest([each.streamed.digest for each in comparisons]),
         },
     }
     if config.ranks > 1:
@@ -133,7 +133,7 @@ def lossy_tolerance(config: TrainingConfig) -> float:
     return config.lr * config.steps
 
 
-def _joint_digest(digests: list[str]) -> str:
+def joint_digest(digests: list[str]) -> str:
     """One rank's digest as it is; of several, the hash of all in the order of ranks."""
     if len(digests) == 1:
         return digests[0]

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from optstream.core.config import DISK, FLAGS, STREAMING, add_arguments
 from optstream.core.validator import validate_arguments
+from optstream.harness import rl_cli
 from optstream.harness.errors import ConfigurationError
 from optstream.harness.output import write_json
 from optstream.harness.stream_settings import StreamSettings
@@ -89,6 +90,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
             metavar="N" if short == "--bucket-numel" else "DIR",
             help=f"short for {long}",
         )
+    rl_cli.add_loop_arguments(parser)
     add_arguments(parser, flags=[flag for flag in FLAGS if flag.group in (DISK, STREAMING)])
     parser.set_defaults(run=run, stream_optimizer_state_bucket_numel=BUCKET_NUMEL)
     return parser
@@ -97,14 +99,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """The exit code. Raises typed errors for anything that cannot run; nothing is left behind then."""
     require_megatron()
+    from optstream.harness.data import check_data
     from optstream.harness.trace import write_trace
     from optstream.harness.train_report import write_train_report
 
     config = _training_config(args)
     with _run_folder() as folder:
+        if rl_cli.asks_for_loop(args):
+            return rl_cli.run_loop(args, config, folder)
         settings = _stream_settings(args, folder)
         validate_arguments(settings.namespace())
-        _check_data(config)
+        check_data(config.data)
         comparisons = _compare(config, settings)
         shutil.rmtree(folder / "scratch", ignore_errors=True)
         summary = summarise(config, comparisons)
@@ -135,19 +140,10 @@ def _stream_settings(args: argparse.Namespace, folder: Path) -> StreamSettings:
     return StreamSettings(flags, backend=args.backend)
 
 
-def _check_data(config: TrainingConfig) -> None:
-    """Fail here, with one line, and not in a rank."""
-    from optstream.harness.data import load_text
-
-    load_text(config.data)
-
-
 def _compare(config: TrainingConfig, settings: StreamSettings) -> list[Comparison]:
-    import torch
+    from optstream.harness.launch import available_hardware, run_ranks
 
-    from optstream.harness.launch import run_ranks
-
-    hardware = "gpu" if torch.cuda.is_available() else "simulated"
+    hardware = available_hardware()
     return run_ranks(compare_with_progress, config.ranks, config, settings, hardware=hardware)
 
 
