@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from optstream.core.errors import CheckpointError
-from optstream.harness.compare import StreamSettings
 from optstream.harness.global_state import GlobalState, assemble
 from optstream.harness.launch import run_ranks
 from optstream.harness.legs import Leg, LegResult, run_leg
+from optstream.harness.stream_settings import StreamSettings
 from optstream.harness.training_config import TrainingConfig
 
 pytestmark = pytest.mark.e2e

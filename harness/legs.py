@@ -14,7 +14,6 @@ from optstream.core.megatron import (
     streaming_construction,
 )
 from optstream.core.megatron_checkpoint import ChainCheckpoints, resident_checkpoints
-from optstream.harness.compare import StreamSettings
 from optstream.harness.global_state import (
     GlobalState,
     ShardState,
@@ -22,6 +21,7 @@ from optstream.harness.global_state import (
     install,
     shard_states,
 )
+from optstream.harness.stream_settings import StreamSettings
 from optstream.harness.training import Trainer
 from optstream.harness.training_config import TrainingConfig
 
