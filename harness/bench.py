@@ -17,13 +17,14 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 import torch
 
 from optstream.core.config import StreamConfig
 from optstream.core.errors import OptstreamError
+from optstream.core.records import StepRecord
 from optstream.harness.bench_contenders import (
     Contender,
     Floor,
@@ -63,13 +64,13 @@ class BenchSettings:
 
 @dataclass
 class Launch:
-    """What one process measured: seconds a step by contender, one value a round, and volumes a step."""
+    """What one process measured: seconds a step by contender, one value a round; and the records of the last
+    round's steps with gaps, in the steady state."""
 
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    read_bytes: int = 0
-    written_bytes: int = 0
-    host_bytes_peak: int = 0
-    floor: FloorSetting | None = None
+    seconds: dict[str, list[float]]
+    records: list[StepRecord]
+    host_bytes_peak: int
+    floor: FloorSetting
 
     def medians(self) -> dict[str, float]:
         return {name: median(values) for name, values in self.seconds.items()}
@@ -91,6 +92,13 @@ class BenchReport:
         """The fastest and the slowest round of any launch."""
         found = [value for launch in self.launches for value in launch.seconds.get(name, [])]
         return (min(found), max(found)) if found else None
+
+    @property
+    def record(self) -> StepRecord:
+        """A typical step with gaps: the one of median duration. Its bytes are those of the steady state."""
+        # Not the last step of a launch: what the cache holds after it was written by the drain, and counts.
+        records = [record for launch in self.launches for record in launch.records[:-1]]
+        return sorted(records, key=lambda record: record.total_s)[len(records) // 2]
 
     @property
     def limit_s(self) -> float:
@@ -116,8 +124,8 @@ class BenchReport:
         names = ("resident", "serial", "streamed", "unverified", "floor", "exposed")
         return {
             "numel": self.settings.numel,
-            "read_bytes": self.launches[-1].read_bytes,
-            "written_bytes": self.launches[-1].written_bytes,
+            "read_bytes": self.record.read_bytes,
+            "written_bytes": self.record.written_bytes,
             "resident_s": self.seconds("resident"),
             "serial_s": self.seconds("serial"),
             "streamed_s": self.seconds("streamed"),
@@ -128,6 +136,11 @@ class BenchReport:
             "host_bytes_peak": max(launch.host_bytes_peak for launch in self.launches),
             "unverified_s": self.seconds("unverified"),
             "verification_share": self.verification_share,
+            "exposed_profile_s": {
+                "update": self.record.update_s,
+                "waited_for_reads": self.record.waited_read_s,
+                "waited_for_writes": self.record.waited_write_s,
+            },
             "spread_s": {name: self.spread(name) for name in names},
             "launch_medians_s": [launch.medians() for launch in self.launches],
             "floor_settings": [asdict(launch.floor) for launch in self.launches],
@@ -217,16 +230,14 @@ def _measure_rounds(contenders: dict[str, Contender], settings: BenchSettings) -
         for name in names[turn:] + names[:turn]:
             seconds[name].append(contenders[name].run(settings.steps))
         # The first step after a drain finds the caches empty: it is not the steady state.
-        records = streamed.run_with_gaps(settings.steps + 1, settings.gap_s)[1:]
+        records = streamed.run_with_gaps(settings.steps + 2, settings.gap_s)[1:]
         exposed.append(median(record.total_s for record in records))
     floors = {name: contender for name, contender in contenders.items() if isinstance(contender, Floor)}
     best = min(floors, key=lambda name: median(seconds[name]))
-    launch = Launch(
-        read_bytes=records[0].read_bytes,
-        written_bytes=records[0].written_bytes,
+    kept = {name: values for name, values in seconds.items() if name not in floors}
+    return Launch(
+        seconds=kept | {"floor": seconds[best], "exposed": exposed},
+        records=records,
         host_bytes_peak=streamed.host_bytes,
         floor=floors[best].setting,
     )
-    launch.seconds = {name: values for name, values in seconds.items() if name not in floors}
-    launch.seconds |= {"floor": seconds[best], "exposed": exposed}
-    return launch

@@ -45,6 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     )
     step.add_argument("--device", choices=("cpu", "cuda"), help="where updates run [cuda if there is one]")
     step.add_argument("--json", metavar="PATH|-", help="write the report there; - is standard output")
+    step.add_argument("--trace", metavar="FILE", help="write some of the streamed steps as a Perfetto trace")
     step.add_argument("--markdown", action="store_true", help="print the table as the README has it")
     add_arguments(step, flags=STREAMING_FLAGS)
     step.set_defaults(run=run)
@@ -54,11 +55,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """Carry out `optstream bench step`. Raises OptstreamError."""
     from optstream.harness.bench import run_bench
+    from optstream.harness.trace import write_trace
 
     with Console(stderr=True).status("measuring ...") as status:
         report = run_bench(settings_of(args), progress=status.update)
     if args.json:
         write_json(args.json, report.as_dict())
+    if args.trace:
+        write_trace(args.trace, report.launches[-1].records)
     out = Console(stderr=args.json == "-")
     if args.markdown:
         out.print(markdown(report), soft_wrap=True, markup=False, highlight=False)
@@ -108,14 +112,16 @@ def _table(report: BenchReport) -> Table:
 
 
 def _rows(report: BenchReport) -> Iterator[tuple[str, str, str, str]]:
-    share = report.verification_share
+    share, record = report.verification_share, report.record
     remarks = {
         "resident": "all state on the device",
         "serial": f"{report.serial_over_streamed:.2f} x the streamed step",
         "streamed": f"{report.streamed_over_limit:.2f} x the limit, the larger of floor and resident",
         "unverified": "" if share is None else f"verification is {share:.0%} of the streamed step",
         "floor": f"the same bytes and no update, best of a sweep: {report.launches[-1].floor}",
-        "exposed": f"what the caller of step() waits with {report.settings.gap_s:g} s between steps",
+        "exposed": f"what the caller of step() waits with {report.settings.gap_s:g} s between steps: "
+        f"{record.update_s:.3f} updating, {record.waited_read_s:.3f} for reads, "
+        f"{record.waited_write_s:.3f} for writes",
     }
     for name, remark in remarks.items():
         seconds = report.seconds(name)

@@ -283,9 +283,9 @@ class SmallPageCopies(HostCopies):
 def floor_settings(device: torch.device) -> list[FloorSetting]:
     """The sweep. Devices copy from pinned buffers alone, so there the backing is no choice."""
     if device.type != "cpu":
-        return [FloorSetting(c << 20, threads, "pinned memory") for c in (1, 4, 16) for threads in (2, 4, 8)]
-    swept = [FloorSetting(c << 20, threads, "huge pages") for c in (1, 4, 16) for threads in (2, 4)]
-    return [*swept, FloorSetting(4 << 20, 4, "small pages"), FloorSetting(16 << 20, 4, "small pages")]
+        return [FloorSetting(c << 20, threads, "pinned memory") for c in (1, 8, 16) for threads in (2, 4, 8)]
+    swept = [FloorSetting(c << 20, threads, "huge pages") for c in (1, 8, 16) for threads in (2, 4)]
+    return [*swept, FloorSetting(8 << 20, 4, "small pages"), FloorSetting(16 << 20, 4, "small pages")]
 
 
 class Floor:

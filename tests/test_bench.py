@@ -11,10 +11,19 @@ import pytest
 import torch
 
 from optstream.core.config import StreamConfig
+from optstream.core.records import StepRecord
 from optstream.harness import bench
 from optstream.harness.bench import BenchError, BenchReport, BenchSettings, Launch, measure_launch
 from optstream.harness.bench_cli import markdown
-from optstream.harness.bench_contenders import Floor, FloorSetting, Problem, Resident, Serial, Streamed
+from optstream.harness.bench_contenders import (
+    Floor,
+    FloorSetting,
+    Problem,
+    Resident,
+    Serial,
+    Streamed,
+    floor_settings,
+)
 from optstream.harness.cli import main
 
 pytestmark = pytest.mark.unit
@@ -38,15 +47,28 @@ NUMEL = 8 * BUCKET_NUMEL
 PLACE_BYTES = 12 * BUCKET_NUMEL + 4096
 
 
+@pytest.fixture
+def short_sweep(monkeypatch):
+    """Two settings for the floor instead of all: the command's own test has them all."""
+    monkeypatch.setattr(bench, "floor_settings", lambda device: floor_settings(device)[:2])
+
+
 def settings_in(directory: Path, **fields) -> BenchSettings:
     config = StreamConfig(True, (str(directory),), bucket_numel=BUCKET_NUMEL, depth=2, **fields)
     return BenchSettings(NUMEL, config, launches=1, rounds=1, steps=2)
 
 
 def test_the_command_reports_what_it_promises_and_leaves_nothing(tmp_path, capsys):
-    arguments = ["--numel", "3e4", "--dir", str(tmp_path), "--launches", "1", "--rounds", "1", "--steps", "2"]
-    assert main(["bench", "step", *arguments, "--json", "-"]) == 0
+    disk, trace = tmp_path / "disk", tmp_path / "trace.json"
+    arguments = ["--numel", "3e4", "--dir", str(disk), "--launches", "1", "--rounds", "1", "--steps", "2"]
+    assert main(["bench", "step", *arguments, "--json", "-", "--trace", str(trace)]) == 0
     report = json.loads(capsys.readouterr().out)
+    assert {event["cat"] for event in json.loads(trace.read_text())["traceEvents"] if "cat" in event} == {
+        "step",
+        "read",
+        "update",
+        "write",
+    }
     assert report.keys() >= FIXED_FIELDS
     assert report["numel"] == 30_000
     assert report["read_bytes"] == report["written_bytes"] == 12 * 30_000
@@ -54,18 +76,20 @@ def test_the_command_reports_what_it_promises_and_leaves_nothing(tmp_path, capsy
     limit_s = max(report["floor_s"], report["resident_s"])
     assert report["streamed_over_limit"] == report["streamed_s"] / limit_s
     assert report["serial_over_streamed"] == report["serial_s"] / report["streamed_s"]
-    assert list(tmp_path.rglob("*")) == []
+    assert list(disk.rglob("*")) == []
 
 
 @pytest.mark.parametrize(("cached", "share"), [(0, 1.0), (4, 0.5), (8, 0.0)])
-def test_volume_falls_by_what_the_cache_keeps(tmp_path, cached, share):
-    launch = measure_launch(settings_in(tmp_path, host_cache_bytes=cached * PLACE_BYTES))
-    assert launch.read_bytes == launch.written_bytes == 12 * NUMEL * share
-    assert launch.host_bytes_peak <= min(2 + cached, 8) * PLACE_BYTES
+def test_volume_falls_by_what_the_cache_keeps(short_sweep, tmp_path, cached, share):
+    settings = settings_in(tmp_path, host_cache_bytes=cached * PLACE_BYTES)
+    launch = measure_launch(settings)
+    report = BenchReport(settings, [launch]).as_dict()
+    assert report["read_bytes"] == report["written_bytes"] == 12 * NUMEL * share
+    assert report["host_bytes_peak"] <= min(2 + cached, 8) * PLACE_BYTES
     assert set(launch.seconds) == {"resident", "serial", "streamed", "unverified", "floor", "exposed"}
 
 
-def test_without_verification_there_is_nothing_to_compare_it_with(tmp_path):
+def test_without_verification_there_is_nothing_to_compare_it_with(short_sweep, tmp_path):
     settings = settings_in(tmp_path, verify=False)
     report = BenchReport(settings, [measure_launch(settings)])
     assert report.verification_share is None
@@ -119,7 +143,12 @@ def test_contenders_that_disagree_are_not_timed(tmp_path, monkeypatch):
 def test_a_report_is_the_median_of_launches_and_the_spread_of_rounds(tmp_path):
     def launch(*streamed: float) -> Launch:
         seconds = {"streamed": list(streamed), "resident": [1.0], "floor": [2.0], "serial": [6.0]}
-        return Launch(seconds=seconds | {"exposed": [0.5]}, floor=FloorSetting(1 << 20, 2, "huge pages"))
+        return Launch(
+            seconds=seconds | {"exposed": [0.5]},
+            records=[StepRecord(step, total_s=streamed[0]) for step in range(2)],
+            host_bytes_peak=1,
+            floor=FloorSetting(1 << 20, 2, "huge pages"),
+        )
 
     report = BenchReport(settings_in(tmp_path), [launch(1.0, 3.0, 9.0), launch(4.0), launch(5.0, 5.0)])
     assert report.seconds("streamed") == 4.0
