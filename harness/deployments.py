@@ -26,7 +26,7 @@ DEVICE_BYTES_PER_STATE_BYTE = 276.6 / 279
 
 # Wide and short, so that activations are as small beside the state as they are in large models.
 LARGE = TrainingConfig(layers=2, hidden=192, heads=4, seq=32, batch=1, lr=3e-3)
-SMALL = dataclasses.replace(LARGE, layers=1, hidden=96)
+SMALL = dataclasses.replace(LARGE, layers=1, hidden=128)
 STEPS = 2
 
 STREAM = "--stream-optimizer-state-to-disk"
