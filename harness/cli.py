@@ -12,7 +12,16 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from optstream.backends.errors import OptstreamError
-from optstream.harness import bench_cli, check, deployments_cli, doctor_cli, inspect_cli, matrix_cli, train_cli
+from optstream.harness import (
+    bench_cli,
+    check,
+    deployments_cli,
+    doctor_cli,
+    inspect_cli,
+    matrix_cli,
+    soak_cli,
+    train_cli,
+)
 from optstream.harness.terminal import plain_warnings
 
 INTERRUPTED = 130
@@ -44,7 +53,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"optstream {version('optstream')}")
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train_cli, check, doctor_cli, matrix_cli, bench_cli, deployments_cli, inspect_cli):
+    for command in (
+        train_cli,
+        check,
+        doctor_cli,
+        matrix_cli,
+        bench_cli,
+        soak_cli,
+        deployments_cli,
+        inspect_cli,
+    ):
         command.add_parser(subparsers)
     return parser
 

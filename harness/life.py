@@ -135,7 +135,8 @@ class Life:
         self._staged = staged
         self._config = StreamConfig(True, (storage.base,), **{"bucket_numel": 128, "depth": 2, **streaming})
         self._params: list[torch.nn.Parameter] = []
-        self._saved: list[ReferenceAdamW] = []
+        # What a load may find: several where a save failed, None where there may be no checkpoint.
+        self._saved: list[ReferenceAdamW | None] = [None]
         self._refuses = False  # An operation failed half-way: all but a load must be refused now.
         self._failed = False
         self._settled = 0
@@ -144,6 +145,11 @@ class Life:
         self._descriptors = storage.descriptors()
         self._random = random.Random(plan.seed)
         self._system = FaultySystem(storage.system, self.injector) if layer is Layer.BELOW else storage.system
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last operation failed: the state is not sure to be usable before a load."""
+        return self._failed
 
     # ---- what users do -----------------------------------------------------------------------------------
 
@@ -213,7 +219,6 @@ class Life:
         now = copy.deepcopy(self.reference)
         injected = len(self.injector.injected)
         if not self._change("save", save, poisons=False):
-            # The old one or, where the failure came after the new one was there, the new one.
             self._saved.append(now)
             return False
         self._saved = [now]
@@ -226,22 +231,26 @@ class Life:
         if self.optimizer is None:
             return False
         mends = self._failed
-        if not self._saved:
+        if self._saved == [None]:
             return self._restart() if self._failed else False
+        found: list[dict] = []
         for attempt in range(LOADS_MAX + 1):
             self.injector.armed = attempt < LOADS_MAX
             if self._attempt("load", lambda: self.optimizer.load_from(self._checkpoint)):
-                break
+                self.injector.armed = False
+                # What was written may be lost, too: then this fails, and a load mends it again.
+                if self._attempt("read back", lambda: found.extend(self._read())):
+                    break
             if self.optimizer is None:
                 break  # Crashed meanwhile.
         self.injector.armed = True
         if self._failed:
             # Nothing struck the last attempt: the checkpoint is not what was saved, or never came to be.
-            self._saved = []
+            self._remove_checkpoint()
             return self._restart()
         self._refuses = False
         self.verdict.recovered += mends
-        return self._adopt_checkpoint()
+        return self._adopt(found)
 
     def read_back(self) -> bool:
         """Compares every value with the model's."""
@@ -298,13 +307,13 @@ class Life:
     def finish(self) -> Verdict:
         """Mends and verifies all, without further faults, and closes."""
         self.injector.armed = False
-        if self.optimizer is None and self._saved:
+        if self.optimizer is None and self._saved != [None]:
             self.construct()
         if self._failed:
             self.load()
             self.injector.armed = False
         self.read_back()
-        if self._saved:
+        if self._saved != [None]:
             self.load()
             self.injector.armed = False
             self.read_back()
@@ -356,7 +365,7 @@ class Life:
     def _explain(self, what: str, error: OptstreamError) -> None:
         known = self.injector.injected[self._settled :]
         harmful = any(fault.fault.kind not in self.layer.harmless for fault in known)
-        suspect = what == "load" and (self._suspect or len(self._saved) > 1)
+        suspect = (what in ("load", "save") and self._suspect) or (what == "load" and None in self._saved)
         # What an earlier error told of may show again until the state is restored.
         if not harmful and not suspect and not self._failed:
             self.verdict.silent.append(f"{what} raised what no fault explains: {error}")
@@ -402,7 +411,7 @@ class Life:
         if not self.construct():
             return False
         self._failed = True  # Until what was saved is back.
-        return self.load() if self._saved else True
+        return self.load() if self._saved != [None] else True
 
     def _restart(self) -> bool:
         self.close()
@@ -411,17 +420,18 @@ class Life:
         self.verdict.recovered += 1
         return True
 
-    def _adopt_checkpoint(self) -> bool:
-        """The optimizer must be what one of the possible checkpoints says; the model is that from now on."""
-        armed, self.injector.armed = self.injector.armed, False
-        found = list(self.optimizer.full_state().values())
-        self.injector.armed = armed
-        fitting = [saved for saved in self._saved if not self._differences(found, saved)]
+    def _adopt(self, found: list[dict]) -> bool:
+        """The optimizer holds `found` and must be one of the possible checkpoints; the model is that now."""
+        possible = [saved for saved in self._saved if saved is not None]
+        fitting = [saved for saved in possible if not self._differences(found, saved)]
         if not fitting:
-            return self._corrupted("load", self._differences(found, self._saved[-1]))
+            return self._corrupted("load", self._differences(found, possible[-1]))
         self._saved = [fitting[-1]]
         self.reference = copy.deepcopy(fitting[-1])
         return self._check_params("load")
+
+    def _read(self) -> list[dict]:
+        return list(self.optimizer.full_state().values())
 
     # ---- checks ------------------------------------------------------------------------------------------
 
@@ -471,6 +481,12 @@ class Life:
         names = [os.path.basename(path) for path in self.storage.files(CHECKPOINT)]
         if len(names) != 2:
             self.verdict.leaks.append(f"a save left {names}, not one manifest and one data file")
+
+    def _remove_checkpoint(self) -> None:
+        """What a person does whose checkpoint is damaged: saving refuses to take its place."""
+        for subdirectory in ("optimizer/rank00000", "optimizer"):
+            self._open_bare(CHECKPOINT, subdirectory).close(remove_files=True)
+        self._saved, self._suspect = [None], []
 
     # ---- storage -----------------------------------------------------------------------------------------
 

@@ -5,8 +5,9 @@ A sweep ends with the first pass in which nothing was injected, so that no opera
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -57,6 +58,15 @@ BELOW = [
     (Kind.SHORT, Operation.READ),
     (Kind.SHORT, Operation.WRITE),
 ]
+
+
+@pytest.fixture(autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Each life ends with a collection, which need not look at all of torch again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def check_sweep(
