@@ -64,13 +64,17 @@ class BenchSettings:
 
 @dataclass
 class Launch:
-    """What one process measured: seconds a step by contender, one value a round; and the records of the last
-    round's steps with gaps, in the steady state."""
+    """What one process measured.
+
+    seconds: a step's, by contender, one value a round. records: of the last round's steps with gaps, in the
+    steady state. floor: the setting that was best in the rounds. sweep: seconds a step of every setting.
+    """
 
     seconds: dict[str, list[float]]
     records: list[StepRecord]
     host_bytes_peak: int
     floor: FloorSetting
+    sweep: dict[FloorSetting, float]
 
     def medians(self) -> dict[str, float]:
         return {name: median(values) for name, values in self.seconds.items()}
@@ -143,7 +147,8 @@ class BenchReport:
             },
             "spread_s": {name: self.spread(name) for name in names},
             "launch_medians_s": [launch.medians() for launch in self.launches],
-            "floor_settings": [asdict(launch.floor) for launch in self.launches],
+            "floor_settings": [str(launch.floor) for launch in self.launches],
+            "floor_sweep_s": [{str(key): s for key, s in launch.sweep.items()} for launch in self.launches],
             "settings": asdict(self.settings),
             "machine": {
                 "cpus": os.cpu_count(),
@@ -192,10 +197,11 @@ def measure_launch(settings: BenchSettings) -> Launch:
         if config.verify:
             enter("unverified", Streamed(problem, replace(config, verify=False)))
         _warm_up_and_compare(contenders)
-        for setting in _floor_finalists(problem, config):
+        sweep = _sweep_floor(problem, config)
+        for setting in sorted(sweep, key=sweep.get)[:FLOOR_FINALISTS]:
             enter(str(setting), Floor(problem, config, setting))
             contenders[str(setting)].run(1)
-        return _measure_rounds(contenders, settings)
+        return _measure_rounds(contenders, settings, sweep)
 
 
 def _warm_up_and_compare(contenders: dict[str, Contender]) -> None:
@@ -211,16 +217,18 @@ def _warm_up_and_compare(contenders: dict[str, Contender]) -> None:
             )
 
 
-def _floor_finalists(problem: Problem, config: StreamConfig) -> list[FloorSetting]:
+def _sweep_floor(problem: Problem, config: StreamConfig) -> dict[FloorSetting, float]:
     seconds = {}
     for setting in floor_settings(problem.device):
         with closing(Floor(problem, config, setting)) as floor:
             floor.run(1)
             seconds[setting] = floor.run(2)
-    return sorted(seconds, key=seconds.get)[:FLOOR_FINALISTS]
+    return seconds
 
 
-def _measure_rounds(contenders: dict[str, Contender], settings: BenchSettings) -> Launch:
+def _measure_rounds(
+    contenders: dict[str, Contender], settings: BenchSettings, sweep: dict[FloorSetting, float]
+) -> Launch:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     exposed: list[float] = []
     streamed = contenders["streamed"]
@@ -240,4 +248,5 @@ def _measure_rounds(contenders: dict[str, Contender], settings: BenchSettings) -
         records=records,
         host_bytes_peak=streamed.host_bytes,
         floor=floors[best].setting,
+        sweep=sweep,
     )

@@ -148,6 +148,7 @@ def test_a_report_is_the_median_of_launches_and_the_spread_of_rounds(tmp_path):
             records=[StepRecord(step, total_s=streamed[0]) for step in range(2)],
             host_bytes_peak=1,
             floor=FloorSetting(1 << 20, 2, "huge pages"),
+            sweep={},
         )
 
     report = BenchReport(settings_in(tmp_path), [launch(1.0, 3.0, 9.0), launch(4.0), launch(5.0, 5.0)])
