@@ -31,7 +31,17 @@ WORLDS = {
     "bf16 gradients": {"ranks": 2, "grad_reduce_in_fp32": False},
     "fp16 with loss scaling and skipped steps": {"bf16": False, "fp16": True, "steps": 6},
     "tied embeddings": {"tied_embeddings": True},
+    "tied embeddings, pp2": {"ranks": 2, "pp": 2, "tied_embeddings": True},
+    "virtual stages": {"ranks": 2, "pp": 2, "virtual_stages": 2, "layers": 4, "microbatches": 2},
+    "two optimizer instances": {"ranks": 2, "optimizer_instances": 2},
+    "clipped gradients": {"clip_grad": 1e-3},
+    "groups with and without weight decay": {"weight_decay": 0.5},
 }
+
+
+def at_ranks(world: str):
+    return pytest.param(world, marks=pytest.mark.ranks(WORLDS[world].get("ranks", 1)))
+
 
 STREAMED = {
     "many buckets": {"stream_optimizer_state_bucket_numel": 5000, "stream_optimizer_state_depth": 3},
@@ -51,14 +61,20 @@ STREAMED = {
 }
 
 
-def compare(config: TrainingConfig, directory, *, backend: str = "nvme", **flags) -> list[Comparison]:
-    flags |= {
-        "stream_optimizer_state_to_disk": True,
-        "use_distributed_optimizer": True,
-        "offload_train_disk_dir": str(directory),
-    }
-    settings = StreamSettings(flags, backend=backend)
-    return run_ranks(compare_on_rank, config.ranks, config, settings)
+@pytest.fixture
+def compare(hardware, tmp_path):
+    """Trains resident and streamed on this test run's hardware; a comparison a rank."""
+
+    def run(config: TrainingConfig, *, backend: str = "nvme", **flags) -> list[Comparison]:
+        flags |= {
+            "stream_optimizer_state_to_disk": True,
+            "use_distributed_optimizer": True,
+            "offload_train_disk_dir": str(tmp_path),
+        }
+        settings = StreamSettings(flags, backend=backend)
+        return run_ranks(compare_on_rank, config.ranks, config, settings, hardware=hardware)
+
+    return run
 
 
 def expect_identical(comparisons: list[Comparison]) -> None:
@@ -68,27 +84,32 @@ def expect_identical(comparisons: list[Comparison]) -> None:
         assert each.resident.digest == each.streamed.digest
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", map(at_ranks, WORLDS))
 @pytest.mark.parametrize(
     ("streamed", "backend"), [("many buckets", "nvme"), ("one bucket", "fake")], ids=["many", "one"]
 )
-def test_streamed_is_resident_to_the_last_bit(world, streamed, backend, tmp_path):
+def test_streamed_is_resident_to_the_last_bit(compare, world, streamed, backend, tmp_path):
     config = dataclasses.replace(SMALL, **WORLDS[world])
-    comparisons = compare(config, tmp_path, backend=backend, **STREAMED[streamed])
+    comparisons = compare(config, backend=backend, **STREAMED[streamed])
     expect_identical(comparisons)
     for each in comparisons:
-        assert len(each.streamed.records) >= 1, "streaming was engaged"
+        streamed_steps = len(each.streamed.written_bytes)
+        if config.fp16:
+            assert 0 < streamed_steps < config.steps, "some steps are skipped, and the others streamed"
+        else:
+            assert streamed_steps == config.steps, "every step streamed"
+        assert all(written > 0 for written in each.streamed.written_bytes)
         assert each.streamed.state_bytes_peak <= each.streamed.state_bytes_bound
     assert not any(files for _, _, files in os.walk(tmp_path)), "files are gone after the run"
 
 
 @pytest.mark.parametrize("streamed", STREAMED)
-def test_every_way_of_streaming_gives_the_same_bits(streamed, tmp_path):
-    expect_identical(compare(SMALL, tmp_path, **STREAMED[streamed]))
+def test_every_way_of_streaming_gives_the_same_bits(compare, streamed):
+    expect_identical(compare(SMALL, **STREAMED[streamed]))
 
 
-def test_volume_and_residency_are_the_arithmetic(tmp_path):
-    (result,) = compare(SMALL, tmp_path, **STREAMED["many buckets"])
+def test_volume_and_residency_are_the_arithmetic(compare):
+    (result,) = compare(SMALL, **STREAMED["many buckets"])
     streamed = result.streamed
     assert streamed.read_bytes == [4 * result.parameters] + [12 * result.parameters] * 2
     assert streamed.written_bytes == [12 * result.parameters] * 3
@@ -97,16 +118,43 @@ def test_volume_and_residency_are_the_arithmetic(tmp_path):
     assert streamed.state_bytes_bound < result.resident.state_bytes_peak / 4
 
 
-def test_ranks_share_the_volume(tmp_path):
-    comparisons = compare(dataclasses.replace(SMALL, ranks=2), tmp_path, **STREAMED["many buckets"])
+@pytest.mark.ranks(2)
+def test_ranks_share_the_volume(compare):
+    comparisons = compare(dataclasses.replace(SMALL, ranks=2), **STREAMED["many buckets"])
     total = sum(each.streamed.written_bytes[-1] for each in comparisons)
     assert total == 12 * comparisons[0].parameters
 
 
-def test_bf16_moments_differ_within_their_tolerance(tmp_path):
+def test_bf16_moments_differ_within_their_tolerance(compare):
     flags = {"stream_optimizer_state_moment_dtype": "bf16", **STREAMED["many buckets"]}
-    (result,) = compare(SMALL, tmp_path, **flags)
+    (result,) = compare(SMALL, **flags)
     assert result.difference is not None
     assert 0 < result.main_error <= SMALL.lr * SMALL.steps
     assert result.streamed.read_bytes[1:] == [8 * result.parameters] * 2
     assert result.streamed.written_bytes == [8 * result.parameters] * 3
+
+
+def test_weight_decay_reaches_some_parameters_and_not_others(compare):
+    """Else the world of two groups above would compare one group with itself."""
+    digests = {
+        compare(dataclasses.replace(SMALL, weight_decay=weight_decay))[0].streamed.digest
+        for weight_decay in (0.0, 0.5)
+    }
+    assert len(digests) == 2
+
+
+def test_clipping_engages(compare):
+    digests = {
+        compare(dataclasses.replace(SMALL, clip_grad=clip_grad))[0].streamed.digest
+        for clip_grad in (0.0, 1e-3)
+    }
+    assert len(digests) == 2
+
+
+@pytest.mark.ranks(2)
+def test_each_optimizer_instance_streams_all_of_the_state(compare):
+    config = dataclasses.replace(SMALL, ranks=2, optimizer_instances=2)
+    comparisons = compare(config, **STREAMED["many buckets"])
+    expect_identical(comparisons)
+    for each in comparisons:
+        assert each.streamed.written_bytes == [12 * each.parameters] * SMALL.steps

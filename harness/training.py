@@ -72,13 +72,18 @@ class Trainer:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tp,
             pipeline_model_parallel_size=config.pp,
+            virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
             expert_model_parallel_size=config.ep,
+            num_distributed_optimizer_instances=config.optimizer_instances,
         )
         try:
             torch.manual_seed(config.seed)
             model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
             self._transformer_config = transformer_config(config)
-            self.model = [_model_chunk(config, self._transformer_config)]
+            self.model = [
+                _model_chunk(config, self._transformer_config, stage)
+                for stage in range(config.virtual_stages)
+            ]
             with construction():
                 self.optimizer = get_megatron_optimizer(_optimizer_config(config), self.model)
             if after_construction is not None:
@@ -95,7 +100,8 @@ class Trainer:
         hooks.finalize_model_grads_func = finalize_model_grads
         hooks.grad_scale_func = self.optimizer.scale_loss
         if self.config.overlap_grad_reduce:
-            hooks.no_sync_func = self.model[0].no_sync
+            no_sync = [chunk.no_sync for chunk in self.model]
+            hooks.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     def train_step(self) -> StepResult:
         """One optimizer step over `microbatches` microbatches. Collective."""
@@ -104,7 +110,7 @@ class Trainer:
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=self._batches(),
+            data_iterator=[self._batches() for _ in self.model],
             model=self.model,
             num_microbatches=self.config.microbatches,
             seq_length=self.config.seq,
@@ -184,6 +190,7 @@ def transformer_config(config: TrainingConfig) -> TransformerConfig:
         fp16=config.fp16,
         tensor_model_parallel_size=config.tp,
         pipeline_model_parallel_size=config.pp,
+        virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
         expert_model_parallel_size=config.ep,
         # Fused kernels need TransformerEngine or Apex.
         gradient_accumulation_fusion=False,
@@ -195,17 +202,22 @@ def transformer_config(config: TrainingConfig) -> TransformerConfig:
     )
 
 
-def gpt_model(config: TrainingConfig, transformer: TransformerConfig) -> torch.nn.Module:
-    """This rank's part of the model, on the device, in the precision that Megatron's `get_model` gives it."""
+def gpt_model(
+    config: TrainingConfig, transformer: TransformerConfig, virtual_stage: int = 0
+) -> torch.nn.Module:
+    """This rank's part of the model, or one virtual stage of it, on the device, in the precision that
+    Megatron's `get_model` gives it."""
+    stage = {"ignore_virtual": False, "vp_stage": virtual_stage}
     model = GPTModel(
         config=transformer,
         transformer_layer_spec=get_gpt_layer_local_spec(num_experts=config.experts or None),
         vocab_size=VOCABULARY,
         max_sequence_length=config.seq,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=config.tied_embeddings,
         position_embedding_type="rope",
+        vp_stage=virtual_stage if config.virtual_stages > 1 else None,
     ).cuda()
     # As Megatron's own `get_model`. Without it, the local spec's norms stay fp32.
     if (config.bf16 or config.fp16) and not config.native_fp32_norms:
@@ -213,7 +225,9 @@ def gpt_model(config: TrainingConfig, transformer: TransformerConfig) -> torch.n
     return model
 
 
-def _model_chunk(config: TrainingConfig, transformer: TransformerConfig) -> DistributedDataParallel:
+def _model_chunk(
+    config: TrainingConfig, transformer: TransformerConfig, virtual_stage: int
+) -> DistributedDataParallel:
     return DistributedDataParallel(
         config=transformer,
         ddp_config=DistributedDataParallelConfig(
@@ -221,8 +235,11 @@ def _model_chunk(config: TrainingConfig, transformer: TransformerConfig) -> Dist
             grad_reduce_in_fp32=config.grad_reduce_in_fp32,
             overlap_grad_reduce=config.overlap_grad_reduce,
             overlap_param_gather=config.overlap_param_gather,
+            num_distributed_optimizer_instances=config.optimizer_instances,
         ),
-        module=gpt_model(config, transformer),
+        # As Megatron: later chunks wait for nobody, so that cutting them would gain nothing.
+        disable_bucketing=virtual_stage > 0,
+        module=gpt_model(config, transformer, virtual_stage),
     )
 
 

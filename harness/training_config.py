@@ -22,6 +22,8 @@ _AT_LEAST_ONE = (
     "tp",
     "pp",
     "ep",
+    "virtual_stages",
+    "optimizer_instances",
 )
 _AT_LEAST_ZERO = ("experts", "seed")
 
@@ -30,6 +32,8 @@ _AT_LEAST_ZERO = ("experts", "seed")
 class TrainingConfig:
     """A byte-level GPT and how it is trained. Raises ConfigurationError if it cannot run.
 
+    `virtual_stages` are the model chunks of each pipeline stage (Megatron's interleaved schedule), and
+    `optimizer_instances` the copies of the whole optimizer state among the data-parallel ranks.
     `batch` is in sequences per microbatch and data-parallel rank; `seq` in bytes; `experts` 0 means a dense
     model; `native_fp32_norms` keeps the norms of a half-precision model in fp32. The `ep` expert-parallel
     ranks are taken from the data-parallel ones, as in Megatron.
@@ -49,6 +53,8 @@ class TrainingConfig:
     pp: int = 1
     ep: int = 1
     experts: int = 0
+    virtual_stages: int = 1
+    optimizer_instances: int = 1
 
     lr: float = 1e-3
     weight_decay: float = 0.01
@@ -78,6 +84,8 @@ class TrainingConfig:
         if self.bf16 and self.fp16:
             raise ConfigurationError("bf16 and fp16 exclude each other", remedy="Choose one")
         self._check_world()
+        self._check_optimizer_instances()
+        self._check_virtual_stages()
         self._check_experts()
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ConfigurationError(
@@ -112,6 +120,37 @@ class TrainingConfig:
                 remedy="Change --hidden or --heads",
             )
 
+    def _check_optimizer_instances(self) -> None:
+        for name in ("dp", "expert_dp") if self.experts else ("dp",):
+            if getattr(self, name) % self.optimizer_instances:
+                raise ConfigurationError(
+                    f"{self.optimizer_instances} optimizer_instances cannot run",
+                    why=f"they divide the {getattr(self, name)} data-parallel ranks of each parameter evenly",
+                    remedy="Use more --ranks, or fewer optimizer_instances",
+                )
+
+    def _check_virtual_stages(self) -> None:
+        if self.virtual_stages == 1:
+            return
+        if self.pp == 1:
+            raise ConfigurationError(
+                "virtual_stages cannot run without --pp",
+                why="they divide the stages of a pipeline",
+                remedy="Set --pp to 2 or more",
+            )
+        if self.layers % (self.pp * self.virtual_stages):
+            raise ConfigurationError(
+                f"{self.layers} layers cannot be divided",
+                why=f"--pp {self.pp} x {self.virtual_stages} virtual_stages take equal parts",
+                remedy=f"Give --layers as a multiple of {self.pp * self.virtual_stages}",
+            )
+        if self.microbatches % self.pp:
+            raise ConfigurationError(
+                f"{self.microbatches} microbatches cannot be divided by --pp {self.pp}",
+                why="the interleaved schedule takes them in groups of the pipeline's size",
+                remedy="Change one of them so that microbatches is a multiple of pp",
+            )
+
     def _check_experts(self) -> None:
         if self.ep > 1 and not self.experts:
             raise ConfigurationError(
@@ -133,6 +172,11 @@ class TrainingConfig:
     def dp(self) -> int:
         """Data-parallel size of the dense parameters."""
         return self.ranks // (self.tp * self.pp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Data-parallel size of the experts' parameters."""
+        return self.dp // self.ep
 
 
 def require_megatron() -> None:

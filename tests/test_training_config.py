@@ -23,6 +23,8 @@ pytestmark = pytest.mark.unit
         {"fp16": True, "bf16": False},
         {"fp16": False, "bf16": False},
         {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        {"ranks": 2, "pp": 2, "virtual_stages": 2, "layers": 4, "microbatches": 4},
+        {"ranks": 4, "optimizer_instances": 2},
     ],
 )
 def test_accepted(arguments):
@@ -48,6 +50,20 @@ def test_accepted(arguments):
         ({"experts": -1}, r"--experts -1 cannot run: it must be at least 0"),
         ({"seed": -1}, r"--seed -1 cannot run: it must be at least 0"),
         ({"fp16": True}, r"bf16 and fp16 exclude each other"),
+        ({"virtual_stages": 2}, r"virtual_stages cannot run without --pp"),
+        (
+            {"ranks": 2, "pp": 2, "virtual_stages": 2},
+            r"2 layers cannot be divided: --pp 2 x 2 virtual_stages",
+        ),
+        (
+            {"ranks": 2, "pp": 2, "virtual_stages": 2, "layers": 4, "microbatches": 3},
+            r"3 microbatches cannot be divided by --pp 2",
+        ),
+        ({"ranks": 3, "optimizer_instances": 2}, r"2 optimizer_instances cannot run.*the 3 data-parallel"),
+        (
+            {"ranks": 2, "ep": 2, "experts": 2, "optimizer_instances": 2},
+            r"2 optimizer_instances cannot run.*the 1 data-parallel",
+        ),
         ({"overlap_param_gather": True}, r"overlap_param_gather cannot run alone"),
     ],
 )
