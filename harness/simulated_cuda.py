@@ -23,7 +23,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +77,9 @@ class Stream:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -318,6 +321,15 @@ def _has_megatron() -> bool:
 _ABSENT: Any = object()
 
 
+@contextlib.contextmanager
+def apply_shims(shims: Iterable[Shim]) -> Iterator[None]:
+    """Each in its turn; all are undone on exit."""
+    with contextlib.ExitStack() as stack:
+        for shim in shims:
+            stack.callback(_apply(shim))
+        yield
+
+
 def _apply(shim: Shim) -> Callable[[], None]:
     """Applies one shim and returns what undoes it. Inherited and missing attributes are deleted, not set
     back."""
@@ -347,8 +359,7 @@ def _start() -> contextlib.ExitStack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         # Megatron is imported before torch is touched, so that its modules do not keep stand-ins.
         shims = (*(megatron_shims() if _has_megatron() else ()), *torch_shims())
-        for shim in shims:
-            stack.callback(_apply(shim))
+        stack.enter_context(apply_shims(shims))
         rng_logger, rng_filter = (
             logging.getLogger("megatron.core.tensor_parallel.random"),
             _NotTheSharedGenerator(),
