@@ -22,6 +22,12 @@ KNOWN: dict[tuple[str, str], dict[str, str]] = {
         "c61139acc5e186ca": "0.18.0",
         "6f202b3251f4d6fe": "0.19.0",
     },
+    ("DistributedOptimizer", "_build_model_param_to_state_dict_param_map"): {
+        "a8e5f9e80b0ab8db": "0.16.0",
+        "7c362eefaa72467a": "0.17.1",
+        "849c38bf2c9e9cdf": "0.18.0",
+        "38e5dcf1624fa165": "0.19.0",
+    },
     ("DistributedOptimizer", "_copy_main_params_to_model_params"): {
         "282e6030b3ef40d0": "0.16.0",
         "74c4bb60c5d0dfba": "0.17.1",
@@ -33,6 +39,7 @@ KNOWN: dict[tuple[str, str], dict[str, str]] = {
         "f7200e8c86c8c0a3": "0.18.0",
     },
     ("DistributedOptimizer", "_get_model_param_range_map"): {"a5a6d99575065998": "0.16.0"},
+    ("DistributedOptimizer", "get_grad_stats_parallel_group"): {"57900db513957953": "0.16.0"},
     ("DistributedOptimizer", "load_state_dict"): {
         "cb1b0f07d84262d9": "0.16.0",
         "571842f535bba334": "0.19.0",
