@@ -32,17 +32,22 @@ STREAMING_ALONE = DEFAULTS | {
 NIGHTLY_PARTS = 64
 
 
-def failures(combinations: list) -> dict[str, str]:
-    """Of each combination that went wrong, its flags and what happened."""
-    outcomes = zip(combinations, execute_each(combinations), strict=True)
-    return {reproduce(each): wrong for each, wrong in outcomes if wrong is not None}
+@pytest.fixture
+def failures(hardware):
+    """Runs combinations. Of each that went wrong, its flags and what happened."""
+
+    def run(combinations: list) -> dict[str, str]:
+        outcomes = zip(combinations, execute_each(combinations, hardware), strict=True)
+        return {reproduce(each): wrong for each, wrong in outcomes if wrong is not None}
+
+    return run
 
 
 # ---- what is allowed ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.e2e
-def test_a_pairwise_set_over_all_that_streams_runs():
+def test_a_pairwise_set_over_all_that_streams_runs(failures):
     space = ValidSpace().restricted(STREAM, True)
     rows = covering_array(space, 2)
     # Rows that differ in other flags alone would stream the same way.
@@ -54,7 +59,7 @@ def test_a_pairwise_set_over_all_that_streams_runs():
 
 
 @pytest.mark.e2e
-def test_nothing_engages_where_the_flags_do_not_stream():
+def test_nothing_engages_where_the_flags_do_not_stream(failures):
     space = ValidSpace().restricted(STREAM, False)
     needing_what_is_not_here = (
         {"optimizer": "muon"},
@@ -69,7 +74,7 @@ def test_nothing_engages_where_the_flags_do_not_stream():
 
 
 @pytest.mark.e2e
-def test_the_run_that_could_not_start_streams(tmp_path, monkeypatch):
+def test_the_run_that_could_not_start_streams(hardware, failures, tmp_path, monkeypatch):
     """Disaggregated, DP1, streaming alone: no trainer offload, and no directory given. On a real disk."""
     monkeypatch.setenv("SCRATCH", str(tmp_path))
     home = tmp_path / f"miles_train_offload_{os.getuid()}"
@@ -99,7 +104,7 @@ def test_the_run_that_could_not_start_streams(tmp_path, monkeypatch):
             store.close()
             trainer.close()
 
-    run_ranks(run, 1)
+    run_ranks(run, 1, hardware=hardware)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert failures([STREAMING_ALONE]) == {}
 
@@ -179,7 +184,7 @@ def allowed() -> list:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("matrix_part", range(NIGHTLY_PARTS))
-def test_every_allowed_setting_runs(matrix_part, allowed):
+def test_every_allowed_setting_runs(failures, matrix_part, allowed):
     chosen = part_of(allowed, matrix_part, NIGHTLY_PARTS)
     assert len(chosen) > 10
     assert failures(chosen) == {}

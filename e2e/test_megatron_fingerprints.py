@@ -1,7 +1,7 @@
 """What of Megatron-Core the project relies on is as it was when it was read.
 
-A failure here after an upgrade names what changed and where to look: read the new code beside the stand-in, run
-the e2e suite, and then add the new fingerprint.
+A failure here after an upgrade names what changed and where to look: read the new code beside the stand-in,
+run the e2e suite, and then add the new fingerprint.
 """
 
 from __future__ import annotations

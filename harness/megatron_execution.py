@@ -27,7 +27,7 @@ from optstream.harness.check import parse_flags
 from optstream.harness.domains import Combination, command_line
 from optstream.harness.engagement import FakeScratch, expect, expect_bits, expect_streamed, fake_scratch
 from optstream.harness.final_state import streamed_state
-from optstream.harness.launch import run_ranks
+from optstream.harness.launch import Hardware, run_ranks
 from optstream.harness.training import Trainer
 from optstream.harness.training_config import TrainingConfig
 from optstream.harness.training_state import model_params, resident_state
@@ -37,9 +37,9 @@ MODEL = TrainingConfig(steps=3, layers=1, hidden=8, heads=2, seq=8, batch=1)
 _STORED_AS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def execute_each(combinations: Iterable[Combination]) -> list[str | None]:
-    """Of each combination None, or what went wrong; one after the other on one simulated rank."""
-    return run_ranks(_execute_on_rank, 1, list(combinations))[0]
+def execute_each(combinations: Iterable[Combination], hardware: Hardware = "simulated") -> list[str | None]:
+    """Of each combination None, or what went wrong; one after the other on one rank."""
+    return run_ranks(_execute_on_rank, 1, list(combinations), hardware=hardware)[0]
 
 
 def _execute_on_rank(rank: int, combinations: list[Combination]) -> list[str | None]:
