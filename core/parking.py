@@ -35,7 +35,7 @@ class Parking(Protocol):
 
     @property
     def host_bytes(self) -> int:
-        """The most host memory that it has taken so far."""
+        """Host memory that it has taken, and keeps."""
 
     def close(self) -> None: ...
 
@@ -97,11 +97,11 @@ class DiskParking:
         self.transfer_bytes = max(share // self._alignment, 1) * self._alignment
         self._file_bytes = 0
         self._checksums: dict[int, int] = {}
-        self._host_bytes = 0
+        self._buffers: list[torch.Tensor] = []
 
     @property
     def host_bytes(self) -> int:
-        return self._host_bytes
+        return sum(buffer.numel() for buffer in self._buffers)
 
     def save(self, parked: Sequence[Parked]) -> None:
         """Raises SpaceError, with needed and free bytes, before anything is written."""
@@ -114,6 +114,7 @@ class DiskParking:
         self._move(parked, self._transfers(parked), self._load_one)
 
     def close(self) -> None:
+        self._buffers.clear()
         self._backend.close(remove_files=True)
 
     def _transfers(self, parked: Sequence[Parked]) -> list[_Transfer]:
@@ -152,13 +153,10 @@ class DiskParking:
     def _move(self, parked: Sequence[Parked], transfers: list[_Transfer], one) -> None:
         if not transfers:
             return
-        pinned = parked[0].storage.device.type != "cpu"
         buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
-        threads = min(TRANSFERS, len(transfers))
-        largest = round_up(max(transfer.size_bytes for transfer in transfers), self._alignment)
-        for _ in range(threads):
-            buffers.put(allocate_host(largest, pinned=pinned))
-        self._host_bytes = max(self._host_bytes, threads * largest)
+        for buffer in self._ready_buffers(parked, transfers):
+            buffers.put(buffer)
+        threads = len(self._buffers)
         wholes = [each.as_bytes() for each in parked]
         with (
             self._backend.open(FILE_NAME) as file,
@@ -171,6 +169,17 @@ class DiskParking:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+
+    def _ready_buffers(self, parked: Sequence[Parked], transfers: list[_Transfer]) -> list[torch.Tensor]:
+        """One for each transfer at once. They are kept: finding and pinning memory takes longer than moving
+        what is in it."""
+        size = round_up(max(transfer.size_bytes for transfer in transfers), self._alignment)
+        count = min(TRANSFERS, len(transfers))
+        if len(self._buffers) < count or self._buffers[0].numel() < size:
+            self._buffers.clear()
+            pinned = parked[0].storage.device.type != "cpu"
+            self._buffers = [allocate_host(size, pinned=pinned) for _ in range(count)]
+        return self._buffers
 
     def _save_one(
         self, file: StoredFile, wholes: list[torch.Tensor], buffers: SimpleQueue, transfer: _Transfer

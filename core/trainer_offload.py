@@ -112,7 +112,7 @@ class TrainerOffload:
 
     @property
     def host_bytes(self) -> int:
-        """The most host memory that parking has taken."""
+        """Host memory that parking has taken, and keeps."""
         return self._parking.host_bytes
 
     def sleep(self) -> Moved:

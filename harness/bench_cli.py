@@ -11,6 +11,7 @@ from rich.table import Table
 
 from optstream.core.config import DEFAULTS, FLAGS, STREAMING, add_arguments
 from optstream.core.validator import stream_config
+from optstream.harness import bench_checkpoint, bench_offload
 from optstream.harness.output import write_json
 
 if TYPE_CHECKING:
@@ -24,8 +25,11 @@ STREAMING_FLAGS = tuple(
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add `bench` to the subcommands of `optstream`; `run` carries it out."""
-    parser = subparsers.add_parser("bench", help="measure the streamed step on this machine")
-    step = parser.add_subparsers(dest="bench", required=True, metavar="WHAT").add_parser(
+    parser = subparsers.add_parser("bench", help="measure the streamed step, or offload, on this machine")
+    what = parser.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    bench_offload.add_parser(what)
+    bench_checkpoint.add_parser(what)
+    step = what.add_parser(
         "step",
         help="the streamed optimizer step against the resident one, the serial one and the disk's floor",
         description="Times one optimizer step: resident, streamed serially, and streamed as it ships; and "
