@@ -22,6 +22,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from optstream.backends.reader import DirectoryReader
+from optstream.core import torch_dist
 from optstream.core.agreement import raise_together
 from optstream.core.checkpoint_planner import StateLoadPlanner, StateSavePlanner
 from optstream.core.checkpoint_storage import Header, StateReader, StateWriter
@@ -71,6 +73,12 @@ class Saver:
         self._ranks = ranks
         self._running = _Running()
         weakref.finalize(self, _report_at_exit, self._running)
+
+    @property
+    def running(self) -> bool:
+        """Whether a save is being written in the background now."""
+        thread = self._running.thread
+        return thread is not None and thread.is_alive()
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -195,7 +203,7 @@ class _Write:
             closed.callback(writer.close)
             closed.callback(planner.close)
             alone = self.ranks.group is None
-            with _own_errors(self.ranks.rank), _quiet() if alone else nullcontext():
+            with own_errors(self.ranks.rank), without_torchs_warning() if alone else nullcontext():
                 dcp.save(
                     {},
                     storage_writer=writer,
@@ -206,29 +214,36 @@ class _Write:
             writer.succeeded()
 
 
-def load(
-    parts: Sequence[StatePart],
-    directory: CheckpointDirectory,
-    manifest: Manifest,
-    *,
-    item_numel: int = ITEM_NUMEL,
-) -> None:
+@dataclass(frozen=True)
+class Source:
+    """What to load from. path: what messages call it. reader: of the folder that its items are named in."""
+
+    path: str
+    manifest: Manifest
+    reader: DirectoryReader
+
+
+def load(parts: Sequence[StatePart], source: Source, *, item_numel: int = ITEM_NUMEL) -> None:
     """Restore `parts` from a published checkpoint. Not collective: callers agree on failures.
 
     Raises CheckpointError where it is incomplete or damaged, or was saved from another model; parts may be
     half-restored then."""
-    planner = StateLoadPlanner(parts, directory.path, item_numel)
-    reader = StateReader(manifest, directory.reader())
-    with _own_errors(0), _quiet():
+    planner = StateLoadPlanner(parts, source.path, item_numel)
+    reader = StateReader(source.manifest, source.reader)
+    with own_errors(0), without_torchs_warning():
         dcp.load({}, storage_reader=reader, planner=planner, no_dist=True)
     planner.finish()
 
 
-def find(directory: CheckpointDirectory) -> Manifest:
-    """The manifest of the checkpoint there. Raises CheckpointError where there is none, or a damaged one."""
+def find(directory: CheckpointDirectory) -> Source:
+    """The checkpoint there: a streamed one or, where there is none, the optimizer state of one of Megatron's
+    own. Raises CheckpointError where there is neither, or it is damaged."""
     manifest = directory.manifest()
     if manifest is not None:
-        return manifest
+        return Source(directory.path, manifest, directory.reader())
+    whole = directory.reader_of_base()
+    if torch_dist.is_torch_dist(whole):
+        return Source(whole.path, torch_dist.read_manifest(whole), whole)
     files = directory.ranks()
     raise CheckpointError(
         f"{directory.base} holds no streamed optimizer state",
@@ -250,7 +265,7 @@ def _generation(ranks: Ranks, iteration: int) -> str:
 
 
 @contextmanager
-def _own_errors(rank: int) -> Iterator[None]:
+def own_errors(rank: int) -> Iterator[None]:
     """torch's CheckpointException holds every rank's failure: raise this rank's own, or name another's."""
     try:
         yield
@@ -272,7 +287,7 @@ def _own_errors(rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def without_torchs_warning() -> Iterator[None]:
     """torch warns wherever it saves or loads without its process group, as intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)

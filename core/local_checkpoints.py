@@ -42,15 +42,22 @@ class LocalCheckpoints:
     def load(self, directory: CheckpointDirectory, publish: Publish, *, keep_schedule: bool) -> None:
         """publish: takes restored main values into the parameters."""
         self._saver.wait()
-        manifest = checkpoint.find(directory)
-        records = [param_groups.match(manifest.groups, names, directory.path) for names in self._names()]
+        source = checkpoint.find(directory)
+        records = [
+            param_groups.match(source.manifest.groups, names, group, source.path)
+            for names, group in zip(self._names(), self._groups, strict=True)
+        ]
         with self._streamer.restoring():
-            checkpoint.load([self._part(publish)], directory, manifest)
+            checkpoint.load([self._part(publish)], source)
             for index, record in enumerate(records):
                 if record is not None:
                     keep = param_groups.SCHEDULED if keep_schedule else ()
                     param_groups.restore(self._groups[index], record, keep=keep)
                     self._streamer.counts.groups[index] = record.step
+
+    @property
+    def saving(self) -> bool:
+        return self._saver.running
 
     def wait(self) -> None:
         self._saver.wait()

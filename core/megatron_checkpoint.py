@@ -22,9 +22,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from optstream.core import checkpoint, param_groups
 from optstream.core.checkpoint import Ranks, Saver
-from optstream.core.megatron_placements import placements_of
+from optstream.core.manifest import Manifest
+from optstream.core.megatron_placements import LAYERS_TOGETHER, Placements, placements_of
 from optstream.core.param_groups import GroupRecord
-from optstream.core.placement import Placement
 from optstream.core.publish import CheckpointDirectory
 from optstream.core.resident_part import ResidentEntry, ResidentPart, State
 from optstream.core.state_part import StatePart
@@ -58,7 +58,8 @@ class Link(ABC):
     """One optimizer of the chain, as a checkpoint sees it."""
 
     @abstractmethod
-    def parts(self) -> list[StatePart]: ...
+    def parts(self, stored: Manifest | None = None) -> list[StatePart]:
+        """What is saved or, as `stored` names it, loaded."""
 
     @abstractmethod
     def groups(self) -> list[dict]: ...
@@ -85,7 +86,7 @@ class Link(ABC):
 class StubLink(Link):
     """A rank that owns nothing of an optimizer still takes part."""
 
-    def parts(self) -> list[StatePart]:
+    def parts(self, stored: Manifest | None = None) -> list[StatePart]:
         return []
 
     def groups(self) -> list[dict]:
@@ -108,7 +109,7 @@ class MegatronLink(Link):
         self._megatron = optimizer
 
     @cached_property
-    def placements(self) -> dict[torch.nn.Parameter, list[Placement]]:
+    def placements(self) -> Placements:
         return placements_of(self._megatron)
 
     def groups(self) -> list[dict]:
@@ -121,21 +122,35 @@ class MegatronLink(Link):
             for native, half in zip(megatron.model_fp32_groups, megatron.model_float16_groups, strict=True)
         ]
 
-    def native_entries(self) -> list[ResidentEntry]:
-        megatron = self._megatron
-        return self._entries(megatron.model_fp32_groups, megatron.shard_fp32_groups)
+    def placements_for(self, stored: Manifest | None) -> Placements:
+        """By the names that a checkpoint has: Megatron's own may keep the layers of a model in one tensor."""
+        if stored is None or all(
+            f"main/{p.key}" in stored.tensors for ps in self.placements.values() for p in ps
+        ):
+            return self.placements
+        together = placements_of(self._megatron, LAYERS_TOGETHER)
+        fits = all(f"main/{p.key}" in stored.tensors for ps in together.values() for p in ps)
+        return together if fits else self.placements
 
-    def half_precision_entries(self) -> list[ResidentEntry]:
+    def native_entries(self, placements: Placements) -> list[ResidentEntry]:
         megatron = self._megatron
-        return self._entries(megatron.model_float16_groups, megatron.shard_fp32_from_float16_groups)
+        return self._entries(placements, megatron.model_fp32_groups, megatron.shard_fp32_groups)
+
+    def half_precision_entries(self, placements: Placements) -> list[ResidentEntry]:
+        megatron = self._megatron
+        return self._entries(
+            placements, megatron.model_float16_groups, megatron.shard_fp32_from_float16_groups
+        )
 
     def start_of(self, param: torch.nn.Parameter) -> int:
         """Where this rank's shard begins in the flattened parameter."""
         return self._megatron._get_model_param_range_map(param)["param"].start
 
-    def _entries(self, params_of_groups: list, mains_of_groups: list) -> list[ResidentEntry]:
+    def _entries(
+        self, placements: Placements, params_of_groups: list, mains_of_groups: list
+    ) -> list[ResidentEntry]:
         return [
-            ResidentEntry(main, self.placements[param], self.start_of(param), group)
+            ResidentEntry(main, placements[param], self.start_of(param), group)
             for group, params, mains in zip(self.groups(), params_of_groups, mains_of_groups, strict=True)
             for param, main in zip(params, mains, strict=True)
         ]
@@ -144,11 +159,12 @@ class MegatronLink(Link):
 class ResidentLink(MegatronLink):
     """A DistributedOptimizer whose state is on the device, as Megatron made it."""
 
-    def parts(self) -> list[StatePart]:
+    def parts(self, stored: Manifest | None = None) -> list[StatePart]:
+        placements = self.placements_for(stored)
         state: State = self._megatron.optimizer.state
         return [
             ResidentPart(
-                [*self.native_entries(), *self.half_precision_entries()],
+                [*self.native_entries(placements), *self.half_precision_entries(placements)],
                 state,
                 counts_per_parameter=keeps_step_per_parameter(self._megatron.optimizer),
                 copied=False,
@@ -185,16 +201,17 @@ class StreamedLink(MegatronLink):
         super().__init__(optimizer)
         self._streamer, self._publish, self._native_state = streamer, publish, native_state
 
-    def parts(self) -> list[StatePart]:
+    def parts(self, stored: Manifest | None = None) -> list[StatePart]:
+        placements = self.placements_for(stored)
         params = [param for group in self._megatron.model_float16_groups for param in group]
         streamed = StreamedPart(
             self._streamer,
-            [self.placements[param] for param in params],
+            [placements[param] for param in params],
             [self.start_of(param) for param in params],
             self._publish,
         )
         native = ResidentPart(
-            self.native_entries(),
+            self.native_entries(placements),
             self._native_state,
             counts_per_parameter=self._streamer.counts_per_parameter,
             copied=True,
@@ -261,17 +278,20 @@ class ChainCheckpoints:
             link.start_afresh()
             return False
         where = CheckpointDirectory(base_dir, **directory)
-        failure, manifest = None, None
+        failure, source = None, None
         try:
-            manifest = checkpoint.find(where)
+            source = checkpoint.find(where)
         except Exception as error:
             failure = error
         self._ranks.raise_together(failure)
         names = self._names_everywhere(link)
         with link.restoring():
             try:
-                records = [param_groups.match(manifest.groups, held, where.path) for held in names]
-                checkpoint.load(link.parts(), where, manifest)
+                records = [
+                    param_groups.match(source.manifest.groups, held, group, source.path)
+                    for held, group in zip(names, link.groups(), strict=True)
+                ]
+                checkpoint.load(link.parts(source.manifest), source)
                 self._restore_groups(link, records)
             except Exception as error:
                 failure = error

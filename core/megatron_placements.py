@@ -12,20 +12,20 @@ from optstream.core.placement import Placement
 
 # One name a layer, not one tensor over all layers: then a name has one param group and one step count.
 LAYERS_APART = {"non_homogeneous_layers": True}
+LAYERS_TOGETHER: dict[str, bool] = {}
+
+# By model parameter, the boxes of global tensors that it is made of.
+Placements = dict[torch.nn.Parameter, list[Placement]]
 
 
-def placements_of(
-    optimizer: DistributedOptimizer, metadata: dict | None = None
-) -> dict[torch.nn.Parameter, list[Placement]]:
-    """By model parameter, the boxes of global tensors that it is made of.
-
-    metadata: what to ask the model's sharded state dict for; names may depend on it.
+def placements_of(optimizer: DistributedOptimizer, metadata: dict[str, bool] = LAYERS_APART) -> Placements:
+    """metadata: what to ask the model's sharded state dict for; names may depend on it.
 
     Raises UnsupportedError for parameters that are no views of boxes of global tensors."""
     found: dict[int, list[ShardedTensor]] = {}
     for chunk in optimizer.model_chunks:
         # The wrappers put their own names in front, so each is asked for what it wraps.
-        sharded = chunk.module.sharded_state_dict(metadata=metadata or LAYERS_APART)
+        sharded = chunk.module.sharded_state_dict(metadata=metadata)
         for value in nested_values(sharded):
             if isinstance(value, ShardedTensorFactory):
                 found[id(value.data)] = [

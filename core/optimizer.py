@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,9 +18,8 @@ from optstream.core.plan import Entry, Piece
 from optstream.core.publish import CheckpointDirectory, checkpoint_directory
 from optstream.core.read_ahead import BackwardHook
 from optstream.core.records import StepRecord
+from optstream.core.scratch import process_subdirectory
 from optstream.core.streamer import StateStreamer
-
-_instances = itertools.count()
 
 
 class StreamingAdamW(torch.optim.AdamW):
@@ -81,7 +79,7 @@ class StreamingAdamW(torch.optim.AdamW):
             self._entries,
             self._values,
             device=devices.pop(),
-            subdirectory=f"torch/pid{os.getpid()}/optimizer{next(_instances)}",
+            subdirectory=process_subdirectory(),
             staged=staged,
             backend=backend,
             update_class=torch.optim.AdamW,
@@ -170,6 +168,11 @@ class StreamingAdamW(torch.optim.AdamW):
         stay as they are now. Returns True. Raises CheckpointError for what does not fit or is damaged."""
         self._checkpoints.load(checkpoint_directory(base_dir), self._publish, keep_schedule=keep_schedule)
         return True
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is being written in the background now."""
+        return self._checkpoints.saving
 
     def wait_for_save(self) -> None:
         """Return when no save runs in the background. Raises its failure."""

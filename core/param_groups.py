@@ -18,8 +18,8 @@ from optstream.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Not settings: the parameters themselves, their names, the step count, which is recorded apart, and Megatron's
-# mark of which ranks hold the parameters, which is the topology's affair.
+# Not settings: the parameters themselves, their names, the step count, which is recorded apart, and
+# Megatron's mark of which ranks hold the parameters, which is the topology's affair.
 _NOT_SETTINGS = frozenset({"params", "param_names", "step", "is_expert_parallel"})
 # What a learning-rate scheduler decides, and with it the trainer's own flags.
 SCHEDULED = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "start_wd", "end_wd"})
@@ -65,12 +65,16 @@ def merge(records: Iterable[GroupRecord]) -> list[GroupRecord]:
     return list(merged.values())
 
 
-def match(saved: Sequence[GroupRecord], names: Collection[str], path: str) -> GroupRecord | None:
-    """The saved group that holds `names`; None where it holds none of them, or there are none.
+def match(saved: Sequence[GroupRecord], names: Collection[str], group: dict, path: str) -> GroupRecord | None:
+    """The saved group that holds `names`; None where none does. Where groups were saved without names, the
+    one whose multipliers are those of `group`, by which Megatron tells them apart.
 
     Raises CheckpointError where they were in groups of different settings.
     """
     found = [record for record in saved if not set(names).isdisjoint(record.params)]
+    if not found:
+        nameless = [record for record in saved if not record.params]
+        found = [record for record in nameless if _identity(record.settings) == _identity(group)]
     if not found:
         return None
     if any((record.settings, record.step) != (found[0].settings, found[0].step) for record in found):
@@ -97,6 +101,10 @@ def restore(group: dict, record: GroupRecord, *, keep: Collection[str] = ()) -> 
             logger.warning("this optimizer's param groups have no %s; %r is not restored", key, value)
         elif key not in keep:
             group[key] = _like(group[key], value)
+
+
+def _identity(settings: dict) -> tuple:
+    return tuple(settings.get(key) for key in ("wd_mult", "lr_mult", "is_decoupled_lr"))
 
 
 def _is_plain(value: Any) -> bool:

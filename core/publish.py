@@ -76,6 +76,10 @@ class CheckpointDirectory:
     def reader(self) -> DirectoryReader:
         return self._reader(self.base, subdirectory=SUBDIRECTORY)
 
+    def reader_of_base(self) -> DirectoryReader:
+        """Of what others have put beside the optimizer state."""
+        return self._reader(self.base, subdirectory="")
+
     def manifest(self) -> Manifest | None:
         """Of the published checkpoint; None where there is none. Raises CheckpointError for a damaged one."""
         try:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 
 from optstream.core.errors import CheckpointError
-from optstream.harness.global_state import GlobalState, assemble
+from optstream.harness.cli import main
+from optstream.harness.global_state import GlobalState, ShardState, assemble, shard_states
 from optstream.harness.launch import run_ranks
-from optstream.harness.legs import Leg, LegResult, run_leg
+from optstream.harness.legs import Leg, LegResult, chain_of, run_leg
 from optstream.harness.stream_settings import StreamSettings
+from optstream.harness.training import Trainer
 from optstream.harness.training_config import TrainingConfig
 
 pytestmark = pytest.mark.e2e
@@ -127,3 +131,88 @@ def test_a_checkpoint_without_optimizer_state_names_the_flag_that_accepts_it(tmp
     accepted = streaming(tmp_path / "scratch", no_load_optim=True)
     (fresh,) = run(world("dp1"), Leg(accepted, load=str(tmp_path / "nothing")))
     assert all(shard.step == 0 for shard in fresh.after)
+
+
+LAYERS = {"one name a layer": {"non_homogeneous_layers": True}, "layers in one tensor": {}}
+
+
+def fully_reshardable(layers: str) -> dict:
+    """What Megatron's trainer asks for with --dist-ckpt-optim-fully-reshardable."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        **LAYERS[layers],
+    }
+
+
+def save_as_megatron(rank: int, config: TrainingConfig, directory: str, layers: str) -> list[ShardState]:
+    trainer = Trainer(config, rank=rank)
+    try:
+        for _ in range(SAVED_AT):
+            trainer.train_step()
+        metadata = fully_reshardable(layers)
+        model = trainer.model[0].module.sharded_state_dict(metadata=metadata)
+        optimizer = trainer.optimizer.sharded_state_dict(model, metadata=metadata)
+        # Megatron writes in child processes, which a rank that is a daemon may not have.
+        multiprocessing.current_process()._config["daemon"] = False
+        dist_checkpointing.save({"model": model, "optimizer": optimizer}, directory)
+        return shard_states(trainer, None)
+    finally:
+        trainer.close()
+
+
+def load_as_megatron(rank: int, config: TrainingConfig, directory: str) -> list[ShardState]:
+    """Resident state loaded by Megatron alone. It takes torch's `step` for a tensor of the checkpoint, which
+    it is not: what the optimizer has from the param groups is put in its place."""
+    trainer = Trainer(config, rank=rank)
+    try:
+        trainer.train_step()  # Its state_dict fails before the first step.
+        metadata = fully_reshardable("one name a layer")
+        model = trainer.model[0].module.sharded_state_dict(metadata=metadata)
+        wanted = {
+            "optimizer": trainer.optimizer.sharded_state_dict(model, is_loading=True, metadata=metadata)
+        }
+        for optimizer in chain_of(trainer):
+            _set_without_step(optimizer)
+        trainer.optimizer.load_state_dict(dist_checkpointing.load(wanted, directory)["optimizer"])
+        return shard_states(trainer, None)
+    finally:
+        trainer.close()
+
+
+def _set_without_step(optimizer) -> None:
+    original = optimizer._set_main_param_and_optimizer_states
+
+    def set_states(param, tensors):
+        own = optimizer._get_main_param_and_optimizer_states(param)
+        original(param, {"step": own["step"].clone(), **tensors})
+
+    optimizer._set_main_param_and_optimizer_states = set_states
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize(("old", "new"), [("dp1", "dp2"), ("dp2", "dp1")])
+def test_streaming_goes_on_from_megatrons_own_checkpoint(old, new, layers, tmp_path):
+    directory = tmp_path / "resident"
+    directory.mkdir()
+    saved = run_ranks(save_as_megatron, world(old).ranks, world(old), str(directory), layers)
+    state = assemble(saved)
+    settings = streaming(tmp_path / "scratch")
+    streamed = run(world(new), Leg(settings, load=str(directory), step=SAVED_AT, until=END))
+    expect_equal(state, assemble([result.before for result in streamed]))
+    resident = run(world(new), Leg(state=state, step=SAVED_AT, until=END))
+    assert resident[0].losses == streamed[0].losses
+
+
+def test_conversion_there_and_back(tmp_path, capsys):
+    streamed_kind, resident_kind, back = (str(tmp_path / name) for name in ("streamed", "resident", "back"))
+    settings = streaming(tmp_path / "scratch")
+    saved = run(world("dp2"), Leg(settings, until=SAVED_AT, save=streamed_kind))
+    state = assemble([result.after for result in saved])
+    assert main(["convert", streamed_kind, resident_kind, "--to", "resident"]) == 0
+    expect_equal(state, assemble(run_ranks(load_as_megatron, 1, world("dp1"), resident_kind)))
+    assert main(["convert", resident_kind, back, "--to", "streamed"]) == 0
+    loaded = run(world("dp1"), Leg(settings, load=back, step=SAVED_AT, until=SAVED_AT))
+    expect_equal(state, assemble([result.after for result in loaded]))
+    assert main(["convert", streamed_kind, resident_kind, "--to", "resident"]) == 2
+    assert "it exists" in capsys.readouterr().err

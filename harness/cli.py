@@ -15,6 +15,7 @@ from optstream.backends.errors import OptstreamError
 from optstream.harness import (
     bench_cli,
     check,
+    convert_cli,
     deployments_cli,
     doctor_cli,
     inspect_cli,
@@ -62,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         soak_cli,
         deployments_cli,
         inspect_cli,
+        convert_cli,
     ):
         command.add_parser(subparsers)
     return parser

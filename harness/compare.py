@@ -35,6 +35,7 @@ from optstream.harness.ledger import (
     resident_roots,
     streamed_roots,
 )
+from optstream.harness.resume import Resume
 from optstream.harness.stream_settings import StreamSettings
 from optstream.harness.training import Trainer
 from optstream.harness.training_config import TrainingConfig
@@ -88,12 +89,18 @@ class Comparison:
 
 
 def compare_on_rank(
-    rank: int, config: TrainingConfig, settings: StreamSettings, progress: Progress | None = None
+    rank: int,
+    config: TrainingConfig,
+    settings: StreamSettings,
+    progress: Progress | None = None,
+    resume: Resume | None = None,
 ) -> Comparison:
-    """Both runs on this rank. Raises what the streamed run raised; its files are gone either way."""
+    """Both runs on this rank, both from the checkpoint that `resume` names, if any. Raises what the streamed
+    run raised; its files are gone either way."""
     report = progress if progress is not None and rank == 0 else _silent
-    resident, resident_final = _run_resident(rank, config, report)
-    streamed, streamed_final = _run_streamed(rank, config, settings, report)
+    resume = resume or Resume()
+    resident, resident_final = _run_resident(rank, config, report, resume)
+    streamed, streamed_final = _run_streamed(rank, config, settings, report, resume)
     difference = first_difference(resident.loss, streamed.loss, resident_final, streamed_final)
     errors = {name: largest_error(resident_final, streamed_final, name) for name in SEGMENTS}
     return Comparison(
@@ -106,7 +113,9 @@ def compare_on_rank(
     )
 
 
-def _run_resident(rank: int, config: TrainingConfig, progress: Progress) -> tuple[RunResult, Final]:
+def _run_resident(
+    rank: int, config: TrainingConfig, progress: Progress, resume: Resume
+) -> tuple[RunResult, Final]:
     ledger = Ledger()
     trainer = Trainer(
         config,
@@ -115,6 +124,7 @@ def _run_resident(rank: int, config: TrainingConfig, progress: Progress) -> tupl
         after_construction=lambda optimizer: ledger.follow(STATE, resident_roots(optimizer)),
     )
     try:
+        resume.begin(trainer, streamed=False)
         loss, step_s = _train(trainer, "resident", progress, ledger)
         final = final_of(trainer)
         return RunResult(loss, step_s, *_measured(ledger), digest_of(final)), final
@@ -123,7 +133,7 @@ def _run_resident(rank: int, config: TrainingConfig, progress: Progress) -> tupl
 
 
 def _run_streamed(
-    rank: int, config: TrainingConfig, settings: StreamSettings, progress: Progress
+    rank: int, config: TrainingConfig, settings: StreamSettings, progress: Progress, resume: Resume
 ) -> tuple[StreamedResult, Final]:
     ledger = Ledger()
     stores: list[MegatronStateStore] = []
@@ -149,7 +159,8 @@ def _run_streamed(
 
     trainer = Trainer(config, rank=rank, construction=construction, after_construction=set_up)
     try:
-        loss, step_s = _train(trainer, "streamed", progress, ledger)
+        resume.begin(trainer, streamed=True)
+        loss, step_s = _train(trainer, "streamed", progress, ledger, after_step=resume.save_if_due)
         final = final_of(trainer, stores)
         return _streamed_result(loss, step_s, ledger, stores, final), final
     finally:
@@ -163,16 +174,21 @@ WATCHED_STEP = 2
 
 
 def _train(
-    trainer: Trainer, name: str, progress: Progress, ledger: Ledger
+    trainer: Trainer,
+    name: str,
+    progress: Progress,
+    ledger: Ledger,
+    after_step: Callable[[Trainer], None] = lambda trainer: None,
 ) -> tuple[list[float], list[float]]:
     ledger.follow(GRADIENTS, gradient_roots(trainer.optimizer))
     loss, step_s = [], []
-    watched = min(WATCHED_STEP, trainer.config.steps)
-    for step in range(1, trainer.config.steps + 1):
+    watched = min(trainer.step + WATCHED_STEP, trainer.config.steps)
+    for step in range(trainer.step + 1, trainer.config.steps + 1):
         started = time.perf_counter()
         with _update_watched(trainer.optimizer, ledger) if step == watched else contextlib.nullcontext():
             loss.append(trainer.train_step().loss)
         step_s.append(time.perf_counter() - started)
+        after_step(trainer)
         ledger.sample()
         progress(name, step)
     return loss, step_s

@@ -20,9 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from optstream.core.config import DISK, FLAGS, STREAMING, add_arguments
 from optstream.core.validator import validate_arguments
-from optstream.harness import rl_cli
+from optstream.harness import resume, rl_cli
 from optstream.harness.errors import ConfigurationError
 from optstream.harness.output import write_json
+from optstream.harness.resume import Resume
 from optstream.harness.stream_settings import StreamSettings
 from optstream.harness.summary import summarise, table, verdict
 from optstream.harness.terminal import plain_warnings
@@ -90,6 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
             metavar="N" if short == "--bucket-numel" else "DIR",
             help=f"short for {long}",
         )
+    resume.add_arguments(parser)
     rl_cli.add_loop_arguments(parser)
     add_arguments(parser, flags=[flag for flag in FLAGS if flag.group in (DISK, STREAMING)])
     parser.set_defaults(run=run, stream_optimizer_state_bucket_numel=BUCKET_NUMEL)
@@ -104,13 +106,15 @@ def run(args: argparse.Namespace) -> int:
     from optstream.harness.train_report import write_train_report
 
     config = _training_config(args)
+    start = resume.resume_of(args)
     with _run_folder() as folder:
         if rl_cli.asks_for_loop(args):
+            _refuse_checkpoints(start)
             return rl_cli.run_loop(args, config, folder)
         settings = _stream_settings(args, folder)
         validate_arguments(settings.namespace())
         check_data(config.data)
-        comparisons = _compare(config, settings)
+        comparisons = _compare(config, settings, start)
         shutil.rmtree(folder / "scratch", ignore_errors=True)
         summary = summarise(config, comparisons)
         outcome = verdict(config, settings.flags["stream_optimizer_state_moment_dtype"], comparisons)
@@ -140,20 +144,31 @@ def _stream_settings(args: argparse.Namespace, folder: Path) -> StreamSettings:
     return StreamSettings(flags, backend=args.backend)
 
 
-def _compare(config: TrainingConfig, settings: StreamSettings) -> list[Comparison]:
+def _refuse_checkpoints(start: Resume) -> None:
+    if start.load is not None or start.save is not None:
+        raise ConfigurationError(
+            "--rl-steps cannot be combined with --save or --load",
+            why="the loop begins anew each time",
+            remedy="Drop one of them",
+        )
+
+
+def _compare(config: TrainingConfig, settings: StreamSettings, start: Resume) -> list[Comparison]:
     from optstream.harness.launch import available_hardware, run_ranks
 
     hardware = available_hardware()
-    return run_ranks(compare_with_progress, config.ranks, config, settings, hardware=hardware)
+    return run_ranks(compare_with_progress, config.ranks, config, settings, start, hardware=hardware)
 
 
-def compare_with_progress(rank: int, config: TrainingConfig, settings: StreamSettings) -> Comparison:
+def compare_with_progress(
+    rank: int, config: TrainingConfig, settings: StreamSettings, start: Resume
+) -> Comparison:
     """`compare_on_rank`, with a progress bar on rank 0's standard error. A function for `run_ranks`."""
     with plain_warnings():
         from optstream.harness.compare import compare_on_rank
 
         if rank:
-            return compare_on_rank(rank, config, settings)
+            return compare_on_rank(rank, config, settings, resume=start)
         columns = TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         with Progress(*columns, console=Console(stderr=True)) as bar:
             tasks = {name: bar.add_task(name, total=config.steps) for name in ("resident", "streamed")}
@@ -161,7 +176,7 @@ def compare_with_progress(rank: int, config: TrainingConfig, settings: StreamSet
             def progress(name: str, step: int) -> None:
                 bar.update(tasks[name], completed=step)
 
-            return compare_on_rank(rank, config, settings, progress)
+            return compare_on_rank(rank, config, settings, progress, start)
 
 
 @contextlib.contextmanager
