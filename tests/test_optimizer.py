@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import subprocess
@@ -29,6 +30,15 @@ from optstream.harness.faults import FaultPlan, FaultyBackend, Kind, Operation
 pytestmark = pytest.mark.unit
 
 MAIN_AND_MOMENTS = ("main", "exp_avg", "exp_avg_sq")
+HANG_S = 300
+
+
+@pytest.fixture(autouse=True)
+def no_hang() -> Iterator[None]:
+    """A hang ends the test run with every thread's stack, instead of hanging it. Not a verdict on speed."""
+    faulthandler.dump_traceback_later(HANG_S, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 def fake_backend(**disk) -> Backend:
@@ -776,9 +786,13 @@ def test_a_forked_child_leaves_the_files_of_its_parent_alone(tmp_path):
             warnings.simplefilter("ignore", DeprecationWarning)  # Forking with threads is the point.
             child = os.fork()
         if child == 0:
-            streamed.close()
-            os._exit(0)
-        os.waitpid(child, 0)
+            code = 1
+            try:
+                streamed.close()
+                code = 0
+            finally:
+                os._exit(code)  # Whatever happens, this must not become a second pytest.
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert list(tmp_path.rglob("bucket-*"))
         params[0].grad = torch.ones(3000)
         streamed.step()
