@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 
 # What launchers call the job, in the order in which they are believed.
@@ -30,6 +31,16 @@ def scratch_subdirectory(role: str, rank: int, index: int) -> str:
 def trainer_subdirectory(role: str, rank: int) -> str:
     """`optstream/<host>/<job>/<role>/rank<rank>/trainer`, beside the rank's streamed optimizers."""
     return f"{_rank_subdirectory(role, rank)}/trainer"
+
+
+def process_subdirectory() -> str:
+    """`optstream/<host>/<job>/torch/pid<pid>-<random>`, another one at every call.
+
+    For optimizers of processes that need not be ranks of anything. The pid alone is not enough: in containers
+    every process is pid 1, and they may share a disk and a host name.
+    """
+    host = _component(socket.gethostname())
+    return f"optstream/{host}/{job_name()}/torch/pid{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _rank_subdirectory(role: str, rank: int) -> str:

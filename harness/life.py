@@ -410,8 +410,10 @@ class Life:
         self._descriptors = self.storage.descriptors()
         if not self.construct():
             return False
-        self._failed = True  # Until what was saved is back.
-        return self.load() if self._saved != [None] else True
+        # No earlier failure excuses this load: what was saved must be back.
+        restored = self._saved == [None] or self.load()
+        self.verdict.recovered += restored
+        return restored
 
     def _restart(self) -> bool:
         self.close()
@@ -423,9 +425,15 @@ class Life:
     def _adopt(self, found: list[dict]) -> bool:
         """The optimizer holds `found` and must be one of the possible checkpoints; the model is that now."""
         possible = [saved for saved in self._saved if saved is not None]
-        fitting = [saved for saved in possible if not self._differences(found, saved)]
+        group = self.optimizer.param_groups[0]
+        fitting = [
+            saved
+            for saved in possible
+            if saved.has_hyperparameters(group) and not self._differences(found, saved)
+        ]
         if not fitting:
-            return self._corrupted("load", self._differences(found, possible[-1]))
+            where = self._differences(found, possible[-1]) or ["hyperparameters"]
+            return self._corrupted("load", where)
         self._saved = [fitting[-1]]
         self.reference = copy.deepcopy(fitting[-1])
         return self._check_params("load")

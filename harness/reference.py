@@ -26,6 +26,11 @@ class ReferenceAdamW:
         for group in self._adamw.param_groups:
             group.update(values)
 
+    def has_hyperparameters(self, group: dict[str, Any]) -> bool:
+        """Whether a param group of another optimizer says the same."""
+        own = self._adamw.param_groups[0]
+        return all(group[name] == own[name] for name in ("lr", "betas", "eps", "weight_decay"))
+
     def reload(self, params: Sequence[torch.Tensor]) -> None:
         """Main params start again from `params`; moments and step counts stay."""
         with torch.no_grad():

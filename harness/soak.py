@@ -178,10 +178,19 @@ def random_plan(rng: random.Random, layer: Layer) -> FaultPlan:
 
 
 def live(life: Life, rng: random.Random) -> Verdict:
-    """All of a life. What is raised past a life's own judgement is no typed error, and a bug."""
-    try:
+    """All of a life."""
+
+    def actions() -> None:
         for _ in range(ACTIONS_PER_LIFE):
             act(life, rng)
+
+    return judge(life, actions)
+
+
+def judge(life: Life, actions: Callable[[], None]) -> Verdict:
+    """The verdict after `actions`. What is raised past a life's own judgement is no typed error: a bug."""
+    try:
+        actions()
         return life.finish()
     except Exception as error:
         verdict = life.verdict

@@ -10,7 +10,12 @@ from pathlib import PurePosixPath
 import pytest
 
 from optstream.core import scratch
-from optstream.core.scratch import job_name, scratch_subdirectory, trainer_subdirectory
+from optstream.core.scratch import (
+    job_name,
+    process_subdirectory,
+    scratch_subdirectory,
+    trainer_subdirectory,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -88,3 +93,11 @@ def test_a_sleeping_trainer_lies_beside_its_optimizers():
     )
     assert trainer.parent == optimizer.parent
     assert trainer != optimizer
+
+
+def test_processes_that_are_all_pid_1_do_not_meet(monkeypatch):
+    """Each in a container of its own, on one shared disk, under one host name."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    paths = [PurePosixPath(process_subdirectory()) for _ in range(100)]
+    assert len(set(paths)) == 100
+    assert {path.parts[0] for path in paths} == {"optstream"}
