@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import textwrap
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from optstream.core.errors import StreamConfigError, UnsupportedError
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.e2e
 
 SCRIPT = Path(__file__).parent / "pretrain_gpt_streaming.py"
 ITERATIONS, MICROBATCHES = 6, 2
+RUN = "OPTSTREAM_TEST_RUN"  # names a run to all of its processes
 SAVED = 2  # the iteration that a killed run is resumed from
 
 # fmt: off
@@ -62,24 +66,39 @@ def pretrain(hardware, tmp_path_factory):
         summaries = tmp_path_factory.mktemp("run")
         simulation = ["-m", "optstream.harness.simulated_training"] if hardware == "simulated" else []
         backend = "gloo" if hardware == "simulated" else "nccl"
-        ended = subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                *("--nproc-per-node", str(ranks), *simulation, str(script), *FLAGS),
-                *("--global-batch-size", str(MICROBATCHES * ranks), "--distributed-backend", backend),
-                *("--run-summary", str(summaries), *flags),
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        output = summaries.with_suffix(".log")
+        environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", RUN: str(summaries)}
+        # Into a file: what a killed rank leaves behind would keep a pipe open.
+        with output.open("w") as log, leaving_nothing(str(summaries)):
+            ended = subprocess.run(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                    *("--nproc-per-node", str(ranks), *simulation, str(script), *FLAGS),
+                    *("--global-batch-size", str(MICROBATCHES * ranks), "--distributed-backend", backend),
+                    *("--run-summary", str(summaries), *flags),
+                ],
+                env={**os.environ, **environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=600,
+                check=False,
+            )
         found = [json.loads(path.read_text()) for path in sorted(summaries.iterdir())]
-        return Ended(ended.returncode, ended.stdout, found)
+        return Ended(ended.returncode, output.read_text(), found)
 
     return run
+
+
+@contextlib.contextmanager
+def leaving_nothing(run: str) -> Iterator[None]:
+    """Ends what a run leaves: Megatron's checkpoints start a process that outlives a rank that is killed."""
+    try:
+        yield
+    finally:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.environ().get(RUN) == run:
+                    process.kill()
 
 
 def streamed(directory: Path) -> list[str]:
