@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from optstream.harness import deployments
 from optstream.harness.cli import main
 from optstream.harness.deployments import LARGE, SMALL, TABLE, DeploymentsReport, run_deployments
+from optstream.harness.deployments_cli import markdown
 from optstream.harness.launch import available_hardware, run_ranks
 
 pytestmark = pytest.mark.e2e
@@ -158,6 +160,15 @@ def test_the_command_fails_where_the_table_does_not_hold(report, monkeypatch, ch
     monkeypatch.setattr(deployments, "run_deployments", lambda rank, folder, progress: other)
     assert main(["deployments"]) == 1
     assert "every row as stated" not in capsys.readouterr().out
+
+
+def test_the_page_about_choosing_has_this_table(report):
+    def cells(text: str) -> list[list[str]]:
+        rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+        return [row[:3] for row in rows]  # bytes differ a little between releases of torch
+
+    page = (Path(__file__).parent.parent / "docs" / "choosing.md").read_text()
+    assert cells(page) == cells(markdown(report))
 
 
 LOOP = [

@@ -119,7 +119,7 @@ def _cells(row: Row) -> list[str]:
 
 def _outcome(row: Row) -> str:
     if row.outcome == "oom":
-        return f"out of memory in the {row.phase} phase"
+        return f"out of memory in the {row.phase}"
     if row.outcome == "refused":
         return f"refused: {row.rule}"
     return "trains"
