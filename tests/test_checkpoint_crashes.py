@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import signal
-import subprocess
-import sys
-import time
-from functools import partial
 
 import pytest
 import torch
@@ -26,6 +21,7 @@ from optstream.harness.crashing_system import CrashingSystem
 from optstream.harness.fault_plan import FaultPlan
 from optstream.harness.faults import SimulatedCrash
 from optstream.harness.faulty_system import FaultySystem
+from optstream.harness.killed_saves import kill_at_random_moments
 
 pytestmark = pytest.mark.unit
 
@@ -212,54 +208,6 @@ def test_an_unfinished_save_is_not_mistaken_for_a_checkpoint(saved):
         root.remove("manifest.json")
     with pytest.raises(CheckpointError, match="never finished"):
         find(directory(disk))
-
-
-VICTIM = """
-import sys, torch
-from optstream.core.config import StreamConfig
-from optstream.core.optimizer import StreamingAdamW
-params = [torch.nn.Parameter(torch.zeros(3000))]
-streamed = StreamingAdamW(params, StreamConfig(True, (sys.argv[1],), bucket_numel=1024), lr=1.0)
-for count in range(1, 1000000):
-    params[0].grad = torch.ones(3000)
-    streamed.step()
-    streamed.save_to(sys.argv[2])
-    if count == 1:
-        print("saved", flush=True)
-"""
-
-
-def kill_at_random_moments(tmp_path, times: int) -> None:
-    """Each victim saves step after step; what the last one left must be one whole step's state."""
-    rng = random.Random(7)
-    params = [torch.nn.Parameter(torch.zeros(3000))]
-    scratch, base = tmp_path / "scratch", tmp_path / "checkpoint"
-    streamed = StreamingAdamW(params, StreamConfig(True, (str(tmp_path / "own"),), bucket_numel=1024), lr=1.0)
-    kill = partial(_kill_one, scratch, base, rng)
-    for _ in range(times):
-        kill()
-        streamed.load_from(base)
-        (state,) = streamed.full_state().values()
-        # All gradients are ones and all params start equal: any mixture of two steps shows.
-        for segment in SEGMENTS:
-            assert (state[segment] == state[segment][0]).all()
-        expected = torch.zeros(())
-        for _ in range(state["step"]):
-            expected = expected * 0.9 + 0.1
-        assert abs(state["exp_avg"][0] - expected) < 1e-5
-    streamed.close()
-
-
-def _kill_one(scratch, base, rng: random.Random) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", VICTIM, str(scratch), str(base)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout.readline() == b"saved\n"
-        time.sleep(rng.uniform(0, 0.1))
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
 
 
 def test_sigkill_at_random_moments_of_a_save(tmp_path):
