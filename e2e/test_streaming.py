@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from statistics import median
 
 import pytest
 
+from optstream.harness.charts import format_bytes
 from optstream.harness.compare import Comparison, compare_on_rank
 from optstream.harness.launch import run_ranks
 from optstream.harness.stream_settings import StreamSettings
@@ -62,8 +64,8 @@ STREAMED = {
 
 
 @pytest.fixture
-def compare(hardware, tmp_path):
-    """Trains resident and streamed on this test run's hardware; a comparison a rank."""
+def compare(hardware, tmp_path, record_property):
+    """Trains resident and streamed on this test run's hardware: a comparison a rank. Records figures."""
 
     def run(config: TrainingConfig, *, backend: str = "nvme", **flags) -> list[Comparison]:
         flags |= {
@@ -72,9 +74,26 @@ def compare(hardware, tmp_path):
             "offload_train_disk_dir": str(tmp_path),
         }
         settings = StreamSettings(flags, backend=backend)
-        return run_ranks(compare_on_rank, config.ranks, config, settings, hardware=hardware)
+        comparisons = run_ranks(compare_on_rank, config.ranks, config, settings, hardware=hardware)
+        for name, value in figures(comparisons[0]).items():
+            record_property(name, value)
+        return comparisons
 
     return run
+
+
+def figures(of_rank: Comparison) -> dict[str, str]:
+    """For the report of a test run."""
+    resident, streamed = of_rank.resident, of_rank.streamed
+    return {
+        "last loss": f"{streamed.loss[-1]:.6f}",
+        "state on the device, resident": format_bytes(resident.state_bytes_peak),
+        "streamed": format_bytes(streamed.state_bytes_peak),
+        "read a step": format_bytes(streamed.read_bytes[-1]),
+        "written a step": format_bytes(streamed.written_bytes[-1]),
+        "seconds a step, resident": f"{median(resident.step_s):.3f}",
+        "seconds a step, streamed": f"{median(streamed.step_s):.3f}",
+    }
 
 
 def expect_identical(comparisons: list[Comparison]) -> None:

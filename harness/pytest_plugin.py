@@ -5,12 +5,15 @@ matrix and long random runs). With the ini option `optstream_require_level = tru
 of them is an error, so that no test can fall out of every run unnoticed.
 
 `--hardware` says what e2e tests run on; they ask for it by the fixture `hardware`. A test of several ranks
-says so by the marker `ranks(n)`, and runs where `--ranks-max` is at least that.
+says so by the marker `ranks(n)`, and runs where `--ranks-max` is at least that. `--optstream-report` writes a
+page about the run (`suite_report`).
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +51,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "is an error",
     )
     group.addoption(
+        "--optstream-report",
+        metavar="FILE.html",
+        help="write a page about the run: machine, versions, figures, and how to rerun each test alone",
+    )
+    group.addoption(
         "--ranks-max",
         type=_positive,
         default=RANKS_MAX,
@@ -61,6 +69,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if config.getoption("--hardware"):
         hardware_of(config)  # now, so that a runner without its GPUs fails before anything runs
+    if path := config.getoption("--optstream-report"):
+        _register_report(config, path)
+
+
+def _register_report(config: pytest.Config, path: str) -> None:
+    try:
+        from optstream.harness.suite_report import SuiteReport, is_worker
+    except ImportError as error:
+        raise pytest.UsageError(
+            f"--optstream-report cannot be written: {error}. Run: pip install 'optstream[report]'"
+        ) from error
+    if is_worker(config):
+        return
+    if not (folder := Path(path).absolute().parent).is_dir():
+        raise pytest.UsageError(f"--optstream-report {path} cannot be written: {folder} is no folder")
+    directory = str(Path(config.option.basetemp or tempfile.gettempdir()).absolute())
+    arguments = [str(word) for word in config.invocation_params.args]
+    report = SuiteReport(path, arguments, str(hardware_of(config)), directory)
+    config.pluginmanager.register(report, "optstream-report")
 
 
 def hardware_of(config: pytest.Config) -> Hardware:

@@ -108,3 +108,54 @@ def test_the_choice_is_the_same_without_pytest(monkeypatch):
     assert choose("gpu", 2).kind == "gpu"
     with pytest.raises(ConfigurationError, match="2 GPUs visible"):
         choose("gpu", 3)
+
+
+# ---- the report --------------------------------------------------------------------------------------------
+
+REPORTED = """
+    import pytest
+    pytestmark = pytest.mark.e2e
+
+    def test_good(record_property):
+        record_property("bytes written", 12345)
+
+    def test_bad():
+        assert "<left>" == "<right>"
+"""
+
+
+def test_the_report_shows_figures_failures_and_how_to_rerun(run, pytester):
+    run("--hardware=simulated", "--optstream-report", "page.html", source=REPORTED)
+    page = (pytester.path / "page.html").read_text()
+    assert "1 passed, 1 failed" in page
+    assert 'class="verdict bad"' in page
+    assert "bytes written" in page
+    assert "12345" in page
+    assert "&lt;left&gt;" in page
+    assert "<left>" not in page
+    name = "test_the_report_shows_figures_failures_and_how_to_rerun.py::test_bad"
+    assert f"pytest --hardware=simulated {name}" in page
+    for subject in ("torch", "megatron-core", "simulated (as asked)"):
+        assert subject in page
+
+
+def test_workers_hand_their_figures_to_the_page(run, pytester):
+    source = REPORTED.replace('assert "<left>" == "<right>"', "pass")
+    pytester.makepyfile(source)
+    ended = pytester.runpytest_inprocess("-n", "2", "--optstream-report", "page.html")
+    ended.assert_outcomes(passed=2)
+    page = (pytester.path / "page.html").read_text()
+    assert "2 passed, 0 failed" in page
+    assert 'class="verdict good"' in page
+    assert "12345" in page
+
+
+def test_a_run_of_nothing_is_not_good(run, pytester):
+    run("-k", "no_such_test", "--optstream-report", "page.html")
+    assert 'class="verdict bad"' in (pytester.path / "page.html").read_text()
+
+
+def test_a_report_that_cannot_be_written_is_one_line(run):
+    ended = run("--optstream-report", "no/such/folder/page.html")
+    assert ended.ret == pytest.ExitCode.USAGE_ERROR
+    ended.stderr.fnmatch_lines(["ERROR: --optstream-report no/such/folder/page.html cannot be written*"])
