@@ -44,6 +44,13 @@ class StorageError(OptstreamError):
     ) -> None:
         super().__init__(what, why=why, remedy=remedy)
         self.path, self.offset, self.operation = path, offset, operation
+        self.holds = ""
+
+    def say_what_it_holds(self, what: str) -> None:
+        """Whoever knows what the bytes are for says so, once, in the message and as `holds`."""
+        if not self.holds:
+            self.holds = what
+            self.args = (f"{self.args[0]} ({what})", *self.args[1:])
 
 
 class DirectoryError(StorageError):

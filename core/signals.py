@@ -9,15 +9,20 @@ program that has no handler of its own calls `clean_up_on_sigterm` once.
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from types import FrameType
 from typing import NoReturn
 
 
+class Ended(SystemExit):
+    """SIGTERM came. Carries the exit code that shells give such a process."""
+
+
 def clean_up_on_sigterm() -> bool:
-    """Let SIGTERM raise SystemExit in the main thread. False, and nothing is changed, where the program
-    handles SIGTERM itself or this is not the main thread, which alone can."""
+    """Let SIGTERM raise `Ended`, a SystemExit, in the main thread.
+
+    False, and nothing is changed, where the program handles SIGTERM itself or this is not the main thread,
+    which alone can."""
     if threading.current_thread() is not threading.main_thread():
         return False
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -29,4 +34,4 @@ def clean_up_on_sigterm() -> bool:
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
     # Once is enough: a second one must not interrupt the cleaning up.
     signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
+    raise Ended(128 + number)

@@ -6,7 +6,8 @@ schedule's and the engine's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,16 @@ def bucket_file_name(bucket: int) -> str:
 def other_file_name(name: str) -> str:
     """A bucket has two names, for its file and for one that replaces it while a snapshot holds the first."""
     return name.removesuffix(".new") if name.endswith(".new") else f"{name}.new"
+
+
+@contextmanager
+def _errors_name(bucket: int, segment: str = "") -> Iterator[None]:
+    """Storage knows files and offsets; what of the state that is, is known here."""
+    try:
+        yield
+    except StorageError as error:
+        error.say_what_it_holds(f"bucket {bucket}, {segment}" if segment else f"bucket {bucket}")
+        raise
 
 
 @dataclass
@@ -136,7 +147,8 @@ class BucketStore:
         """Fill the chunk's range of `place`. Raises TransferError, or CorruptionError for other bytes than
         were last written there."""
         memory = bytes_of(place)[chunk.offset : chunk.offset + chunk.size]
-        transfer.file.read_into(chunk.offset, memory)
+        with _errors_name(transfer.bucket, chunk.segment):
+            transfer.file.read_into(chunk.offset, memory)
         if self.verify and checksum(memory) != transfer.contents.checksums[chunk.index]:
             raise self._corruption(transfer, chunk)
 
@@ -153,7 +165,8 @@ class BucketStore:
         memory = bytes_of(place)[chunk.offset : chunk.offset + chunk.size]
         if self.verify:
             transfer.contents.checksums[chunk.index] = checksum(memory)
-        transfer.file.write_from(chunk.offset, memory)
+        with _errors_name(transfer.bucket, chunk.segment):
+            transfer.file.write_from(chunk.offset, memory)
 
     def end_write(self, transfer: Transfer, place: torch.Tensor, *, step: int) -> None:
         """All chunks are written: say so in the trailer (using that part of `place`) and remember it."""
@@ -166,7 +179,8 @@ class BucketStore:
             memory[:] = bytes(extent.size)
             known = tuple(value or 0 for value in contents.checksums)
             Trailer(bucket, step, known).pack_into(memory)
-            transfer.file.write_from(extent.offset, memory)
+            with _errors_name(bucket, "trailer"):
+                transfer.file.write_from(extent.offset, memory)
 
     # ---- whole buckets, for construction, reload and checkpoints -----------------------------------------
 
@@ -235,7 +249,8 @@ class BucketStore:
         try:
             for index, layout in enumerate(self.layouts):
                 name = bucket_file_name(index)
-                self.backend.create(name, layout.size_bytes).close()
+                with _errors_name(index):
+                    self.backend.create(name, layout.size_bytes).close()
                 created.append(name)
         except BaseException:
             for name in created:
@@ -247,7 +262,8 @@ class BucketStore:
         chunks = tuple(chunk for chunk in layout.chunks if chunk.segment in segments)
         payload = sum(layout.segments[name].payload_bytes for name in segments)
         moved = sum(layout.segments[name].size for name in segments)
-        file = self.backend.open(contents.name)
+        with _errors_name(bucket):
+            file = self.backend.open(contents.name)
         return Transfer(bucket, file, chunks, payload, moved - payload, contents)
 
     def _corruption(self, transfer: Transfer, chunk: Chunk) -> CorruptionError:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 
 import torch
 
@@ -106,6 +107,8 @@ class StateStreamer:
             self._write_main(source, range(len(self.entries)))
             undo.pop_all()
         self._finalizer = weakref.finalize(self, _abandon, self.engine, self.store, os.getpid())
+        # Children that multiprocessing forked end without Python's exit handlers, but not without its own.
+        Finalize(self, self._finalizer, exitpriority=0)
 
     @property
     def counts(self):

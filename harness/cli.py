@@ -6,12 +6,15 @@ Sub-commands import what they need when they run, so that `optstream check` answ
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 from optstream.backends.errors import OptstreamError
+from optstream.core.signals import clean_up_on_sigterm
 from optstream.harness import (
     bench_cli,
     check,
@@ -32,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command; returns the exit code: 0, 1 where what was checked does not hold, 2 on bad usage."""
     args = build_parser().parse_args(argv)
     try:
-        with plain_warnings():
+        with plain_warnings(), _ended_like_interrupted():
             return args.run(args)
     except OptstreamError as error:
         print(f"optstream: error: {error}", file=sys.stderr)
@@ -44,6 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has gone; keep the interpreter from complaining about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+@contextlib.contextmanager
+def _ended_like_interrupted() -> Iterator[None]:
+    """Inside, SIGTERM cleans up as Ctrl-C does."""
+    installed = clean_up_on_sigterm()
+    try:
+        yield
+    finally:
+        if installed:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def build_parser() -> argparse.ArgumentParser:

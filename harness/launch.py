@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from optstream.core.signals import Ended, clean_up_on_sigterm
 from optstream.harness.errors import ConfigurationError, OptstreamError, RankError
 from optstream.harness.simulated_cuda import simulated_cuda
 
@@ -191,17 +192,23 @@ def _rank_main(
 ) -> None:
     # Ctrl-C reaches the whole process group: the parent decides, and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # And a rank that it ends still removes its files.
+    clean_up_on_sigterm()
     threading.Thread(target=_exit_with_parent, name="optstream-parent-watch", daemon=True).start()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     try:
         with _world(dist.FileStore(store_path, ranks), rank, ranks, hardware, collective_timeout_s):
             try:
                 report = pickle.dumps(_Success(function(rank, *args)))
+            except Ended:
+                raise
             except BaseException as error:
                 # Reported while the world stands: peers must not see lost connections before the cause is
                 # known.
                 _report_failure(pipe, error, rank)
         pipe.send_bytes(report)
+    except Ended:
+        raise
     except BaseException as error:
         _report_failure(pipe, error, rank)
 
@@ -231,6 +238,8 @@ def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(TERMINATION_S)
         os._exit(1)
 
 
