@@ -21,7 +21,8 @@ class Hardware:
     ranks_max: int
 
     def __str__(self) -> str:
-        return f"{self.kind} ({self.reason}); tests of up to {self.ranks_max} ranks"
+        left_out = "; tests of GPUs alone are left out" if self.kind == "simulated" else ""
+        return f"{self.kind} ({self.reason}); tests of up to {self.ranks_max} ranks{left_out}"
 
 
 def choose(wanted: str, ranks_max: int = RANKS_MAX) -> Hardware:

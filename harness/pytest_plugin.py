@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,10 @@ LEVELS = {
     "e2e": "the full Megatron path, simulated or on GPUs",
     "nightly": "the whole argument matrix and long random runs",
 }
-OTHER_MARKERS = {"ranks(n)": "takes n ranks: on GPUs, one GPU each (1 where there is no marker)"}
+OTHER_MARKERS = {
+    "ranks(n)": "takes n ranks: on GPUs, one GPU each (1 where there is no marker)",
+    "gpu": "means nothing on simulated hardware, and is left out there",
+}
 _HARDWARE = pytest.StashKey[Hardware]()
 
 
@@ -120,18 +124,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if shard := config.getoption("--matrix-shard"):
         _keep(config, items, *shard.select(items))
     ranks_max = config.getoption("--ranks-max")
-    _keep(
-        config,
-        items,
-        [item for item in items if ranks_of(item) <= ranks_max],
-        [item for item in items if ranks_of(item) > ranks_max],
-    )
+    _keep(config, items, *_split(items, lambda item: ranks_of(item) <= ranks_max))
+    for_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if for_gpus and hardware_of(config).kind == "simulated":
+        _keep(config, items, *_split(items, lambda item: item not in for_gpus))
     if not config.getini("optstream_require_level"):
         return
     unmarked = [item.nodeid for item in items if not has_level(item)]
     if unmarked:
         listing = "\n  ".join(unmarked)
         raise pytest.UsageError(f"tests without a level marker ({', '.join(LEVELS)}):\n  {listing}")
+
+
+def _split(items: list, kept: Callable[[pytest.Item], bool]) -> tuple[list, list]:
+    return [item for item in items if kept(item)], [item for item in items if not kept(item)]
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], kept: list, dropped: list) -> None:

@@ -85,6 +85,21 @@ def test_a_suite_that_requires_levels_says_its_hardware(run, pytester):
     assert "optstream hardware" not in run("-m", "unit").stdout.str()
 
 
+@pytest.mark.parametrize(("gpus", "ran"), [(0, 1), (4, 2)])
+def test_what_only_gpus_can_show_is_left_out_of_a_simulation(run, gpus, ran):
+    source = """
+        import pytest
+
+        @pytest.mark.e2e
+        def test_anywhere(): pass
+
+        @pytest.mark.e2e
+        @pytest.mark.gpu
+        def test_gpu(): pass
+    """
+    run("--hardware=auto", gpus=gpus, source=source).assert_outcomes(passed=ran, deselected=2 - ran)
+
+
 def test_an_unknown_kind_is_refused(run):
     assert run("--hardware=tpu").ret == pytest.ExitCode.USAGE_ERROR
 
