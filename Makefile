@@ -5,13 +5,15 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 TRAIN_FLAGS ?=
 BENCH_FLAGS ?=
+E2E_FLAGS ?=
+reports = --junitxml=runs/e2e-$(1).xml --optstream-report=runs/e2e-$(1).html
 
 .PHONY: help venv train test lint unit e2e e2e-megatron-0.19 nightly bench
 
 help:
 	@echo 'make train   train a small GPT, resident and streamed, and compare every bit (TRAIN_FLAGS=...)'
 	@echo 'make test    lint, import contracts and the unit tests'
-	@echo 'make e2e     the full Megatron path, simulated, with megatron-core 0.16'
+	@echo 'make e2e     the full Megatron path with megatron-core 0.16, on GPUs or simulated (E2E_FLAGS=...)'
 	@echo 'make e2e-megatron-0.19   the same with megatron-core 0.19, on Python 3.12'
 	@echo 'make nightly the whole argument matrix and the long random runs'
 	@echo 'make bench   the table of the README (BENCH_FLAGS=...)'
@@ -34,11 +36,13 @@ unit: venv
 	$(PYTEST) -m unit -n auto
 
 e2e: venv
-	$(PYTEST) -m e2e -n auto
+	@mkdir -p runs
+	$(PYTEST) -m e2e -n auto $(call reports,megatron-0.16) $(E2E_FLAGS)
 
 e2e-megatron-0.19:
 	@.ci/venv 3.12 .venv312
-	.venv312/bin/python -m pytest -m e2e -n auto
+	@mkdir -p runs
+	.venv312/bin/python -m pytest -m e2e -n auto $(call reports,megatron-0.19) $(E2E_FLAGS)
 
 nightly: venv
 	OPTSTREAM_HYPOTHESIS_PROFILE=nightly $(PYTEST) -m nightly -n auto

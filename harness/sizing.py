@@ -52,9 +52,10 @@ def beyond_memory(device_bytes: int, free_disk_bytes: int) -> BeyondMemory:
     )
     model = BeyondMemory(config, layers * _layer_parameters(hidden) + 2 * VOCABULARY * hidden)
     if model.disk_bytes > free_disk_bytes:
+        needed_gb, free_gb = model.disk_bytes / 1e9, free_disk_bytes / 1e9
         raise ConfigurationError(
             "the disk cannot hold a model that the device cannot",
-            why=f"its state takes {model.disk_bytes / 1e9:.0f} GB, and {free_disk_bytes / 1e9:.0f} GB are free",
+            why=f"its state takes {needed_gb:.0f} GB, and {free_gb:.0f} GB are free",
             remedy="Free some, or name another disk with --basetemp",
         )
     return model
