@@ -40,6 +40,7 @@ from optstream.core.rectangles import rectangles
 MEGATRON_SEGMENTS = {"main": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 PREFIX = "optimizer.state."
 SHARDING = "fully_reshardable"
+COMMON_ITEM = "common_state/shard_0_1"
 
 _PLAIN = {
     ("torch", "Size"),
@@ -117,7 +118,7 @@ def read_manifest(reader: DirectoryReader, *, item_numel: int = ITEM_NUMEL) -> M
     metadata = _PlainUnpickler(io.BytesIO(reader.read(".metadata"))).load()
     if not isinstance(metadata, Metadata):
         raise _unfit(reader, "its .metadata is not that of a distributed checkpoint")
-    groups, step = _groups(reader)
+    groups, step = _groups(reader, metadata)
     tensors: dict[str, TensorStorageMetadata] = {}
     items: dict[MetadataIndex, StoredItem] = {}
     for segment, theirs in MEGATRON_SEGMENTS.items():
@@ -141,9 +142,25 @@ def read_manifest(reader: DirectoryReader, *, item_numel: int = ITEM_NUMEL) -> M
     return Manifest("", step, {}, formats, groups, {}, tensors, items)
 
 
-def _groups(reader: DirectoryReader) -> tuple[list[GroupRecord], int]:
-    common = torch.load(io.BytesIO(reader.read("common.pt")), pickle_module=_plain_pickle, weights_only=False)
-    optimizer = common.get("optimizer")
+def _common(reader: DirectoryReader, metadata: Metadata) -> Any:
+    """What is no tensor: a file of its own, or from Megatron-Core 0.19 on an item among the tensors."""
+    stored = metadata.storage_data.get(MetadataIndex(COMMON_ITEM))
+    if stored is None:
+        return _unpickled(reader.read("common.pt"))
+    with reader.open(stored.relative_path) as file:
+        data = bytearray(stored.length)
+        file.read_into(stored.offset, memoryview(data))
+    (common,) = _unpickled(bytes(data))
+    return common
+
+
+def _unpickled(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), pickle_module=_plain_pickle, weights_only=False)
+
+
+def _groups(reader: DirectoryReader, metadata: Metadata) -> tuple[list[GroupRecord], int]:
+    common = _common(reader, metadata)
+    optimizer = common.get("optimizer") if isinstance(common, dict) else None
     if not isinstance(optimizer, dict):
         raise _unfit(reader, "it was saved without optimizer state")
     # Of a chain, each by its number.
