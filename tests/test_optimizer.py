@@ -778,10 +778,21 @@ def test_collection_on_an_engine_thread_does_not_wait_for_itself(tmp_path):
     assert not any(engine.runs(thread) for thread in threading.enumerate())
 
 
-def test_a_forked_child_leaves_the_files_of_its_parent_alone(tmp_path):
+def test_a_forked_child_leaves_files_and_pending_writes_to_its_parent(tmp_path):
+    """It has none of the threads that it would wait for."""
     params = parameters([3000], [torch.float32])
-    streamed = StreamingAdamW(params, config(str(tmp_path)))
+    params[0].grad = torch.ones(3000)
+    streamed = StreamingAdamW(params, config(str(tmp_path), depth=4))
+    store, forked = streamed.streamer.store, threading.Event()
+    write_chunk = store.write_chunk
+
+    def write_after_the_fork(*arguments) -> None:
+        forked.wait()
+        write_chunk(*arguments)
+
+    store.write_chunk = write_after_the_fork
     with contextlib.closing(streamed):
+        streamed.step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Forking with threads is the point.
             child = os.fork()
@@ -793,8 +804,8 @@ def test_a_forked_child_leaves_the_files_of_its_parent_alone(tmp_path):
             finally:
                 os._exit(code)  # Whatever happens, this must not become a second pytest.
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        forked.set()
         assert list(tmp_path.rglob("bucket-*"))
-        params[0].grad = torch.ones(3000)
         streamed.step()
 
 
