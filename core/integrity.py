@@ -9,6 +9,7 @@ without the run that wrote it, and so that an error can say what the wrong bytes
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,6 +23,14 @@ _WORD = struct.Struct("<Q")
 def checksum(data: memoryview) -> int:
     """xxh3, 64 bits. Not cryptographic: it guards against faults, not against an adversary."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+def checksum_of(parts: Iterable[memoryview]) -> int:
+    """`checksum` of parts that follow each other."""
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()
 
 
 @dataclass(frozen=True)

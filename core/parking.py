@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from optstream.backends.errors import SpaceError
 from optstream.backends.interface import Backend, StoredFile
 from optstream.core.device_memory import Parked
 from optstream.core.errors import CorruptionError
-from optstream.core.integrity import checksum
+from optstream.core.integrity import checksum_of
 from optstream.core.memory import allocate_host, bytes_of
 from optstream.core.plan import round_up
 
@@ -24,6 +24,8 @@ FILE_NAME = "trainer.bin"
 TRANSFERS = 4
 # Larger transfers do not move faster, and smaller ones keep the disk and the device busy at the same time.
 TRANSFER_BYTES_MAX = 16 << 20
+# What is copied and then summed while it is still in the processor's cache.
+BLOCK_BYTES = 512 << 10
 
 
 class Parking(Protocol):
@@ -186,9 +188,8 @@ class DiskParking:
     ) -> None:
         buffer = buffers.get()
         try:
-            buffer[: transfer.size_bytes].copy_(_piece(wholes, transfer))
-            memory = bytes_of(buffer)
-            self._checksums[transfer.index] = checksum(memory[: transfer.size_bytes])
+            memory, piece = bytes_of(buffer), _piece(wholes, transfer)
+            self._checksums[transfer.index] = checksum_of(_copied(piece, buffer, host=memory))
             file.write_from(transfer.offset, memory[: round_up(transfer.size_bytes, self._alignment)])
         finally:
             buffers.put(buffer)
@@ -200,7 +201,9 @@ class DiskParking:
         try:
             memory = bytes_of(buffer)
             file.read_into(transfer.offset, memory[: round_up(transfer.size_bytes, self._alignment)])
-            if checksum(memory[: transfer.size_bytes]) != self._checksums[transfer.index]:
+            piece = _piece(wholes, transfer)
+            found = checksum_of(_copied(buffer[: transfer.size_bytes], piece, host=memory))
+            if found != self._checksums[transfer.index]:
                 raise CorruptionError(
                     f"{file.path} does not hold what was written to it",
                     why=f"{transfer.size_bytes} bytes of the sleeping trainer at offset {transfer.offset} "
@@ -212,13 +215,23 @@ class DiskParking:
                     offset=transfer.offset,
                     operation="read",
                 )
-            _piece(wholes, transfer).copy_(buffer[: transfer.size_bytes])
         finally:
             buffers.put(buffer)
 
 
 def _piece(wholes: list[torch.Tensor], transfer: _Transfer) -> torch.Tensor:
     return wholes[transfer.parked][transfer.start : transfer.start + transfer.size_bytes]
+
+
+def _copied(source: torch.Tensor, target: torch.Tensor, *, host: memoryview) -> Iterator[memoryview]:
+    """Copy `source` to the start of `target`, and yield each block of it in host memory as it passes."""
+    size = source.numel()
+    on_host = source.device == target.device
+    block = BLOCK_BYTES if on_host else size
+    for start in range(0, size, block):
+        stop = min(start + block, size)
+        target[start:stop].copy_(source[start:stop])
+        yield host[start:stop]
 
 
 def _synchronize(parked: Sequence[Parked]) -> None:
