@@ -229,6 +229,14 @@ class BucketStore:
         self.backend.create(name, self.layouts[bucket].size_bytes).close()
         self._contents[bucket] = replace(known, name=name, checksums=list(known.checksums))
 
+    def replace_damaged_files(self) -> None:
+        """Files that are gone or not of their size are made anew, empty: everything will be written again."""
+        sizes = dict(self.backend.list())
+        for bucket, (known, layout) in enumerate(zip(self._contents, self.layouts, strict=True)):
+            if sizes.get(known.name) != layout.size_bytes:
+                with _errors_name(bucket):
+                    self.backend.create(known.name, layout.size_bytes).close()
+
     def close(self, *, remove_files: bool) -> None:
         self.backend.close(remove_files=remove_files)
 

@@ -176,6 +176,7 @@ class StateStreamer:
         An error leaves the streamer refusing to step or save: some buckets are restored, others are not."""
         self.engine.reset()
         try:
+            self.store.replace_damaged_files()
             yield
         except BaseException as error:
             self.engine.poison(error)
