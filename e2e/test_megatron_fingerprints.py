@@ -57,7 +57,8 @@ def optimizer():
 def test_the_adapter_uses_what_this_test_finds():
     used = attributes_used()
     assert {"buffers", "model_param_gbuf_map", "shard_fp32_from_float16_groups"} <= used.keys()
-    assert used["buffers"] >= {"megatron.py"}
+    assert used["buffers"] >= {"megatron_store.py"}
+    assert used["shard_fp32_groups"] >= {"megatron_native_fp32.py"}
 
 
 def test_every_attribute_that_the_adapter_uses_is_there(optimizer):
