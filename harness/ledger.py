@@ -204,10 +204,17 @@ def resident_roots(optimizer: MegatronOptimizer) -> Roots:
 def gradient_roots(optimizer: MegatronOptimizer) -> Roots:
     """The fp32 gradients that hang on the main params of `optimizer` and are no part of a gradient buffer.
 
-    There are none where gradients are reduced in fp32: then they are views of the buffer.
+    There are none where gradients are reduced in fp32: then they are views of the buffer. To be called by the
+    thread that trains.
     """
+    trains = threading.current_thread()
 
     def roots() -> Iterator[torch.Tensor]:
+        if threading.current_thread() is not trains:
+            # Reading `.grad` while another thread sets it to None crashes the process. Nothing is missed:
+            # gradients come on the training thread, and the ledger knows those it has seen for as long as
+            # they live.
+            return
         for part in _distributed_optimizers(optimizer):
             buffers = {buffer.grad_data.untyped_storage() for buffer in part.buffers}
             for mains in part.shard_fp32_from_float16_groups:
