@@ -494,6 +494,7 @@ class Life:
         """What a person does whose checkpoint is damaged: saving refuses to take its place."""
         for subdirectory in ("optimizer/rank00000", "optimizer"):
             self._open_bare(CHECKPOINT, subdirectory).close(remove_files=True)
+        self.verdict.tolerated += len(self._suspect)  # Damage that nobody read.
         self._saved, self._suspect = [None], []
 
     # ---- storage -----------------------------------------------------------------------------------------
