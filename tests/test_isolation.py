@@ -219,15 +219,15 @@ def test_however_a_run_ends_its_files_go(tmp_path, start, ending):
 
 # ---- containers --------------------------------------------------------------------------------------------
 
-CAN_UNSHARE = (
-    os.name == "posix"
-    and shutil.which("unshare") is not None
-    and subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode
-    == 0
-)
+UNSHARE = ("unshare", "--pid", "--fork")
 
 
-@pytest.mark.skipif(not CAN_UNSHARE, reason="pid namespaces need root, and Linux")
+def can_unshare() -> bool:
+    return bool(shutil.which("unshare")) and not subprocess.run([*UNSHARE, "true"], check=False).returncode
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not can_unshare(), reason="pid namespaces need root, and Linux")
 def test_two_containers_in_which_all_are_pid_1(tmp_path):
     code = textwrap.dedent(TRAIN) + textwrap.dedent(
         """
@@ -238,19 +238,7 @@ def test_two_containers_in_which_all_are_pid_1(tmp_path):
         optimizer.close()
         """
     )
-    command = [
-        "unshare",
-        "--pid",
-        "--fork",
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        code,
-        str(tmp_path),
-        "none",
-        "",
-    ]
+    command = [*UNSHARE, sys.executable, "-W", "ignore", "-c", code, str(tmp_path), "none", ""]
     runs = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]

@@ -93,9 +93,9 @@ def test_what_is_taken_out_is_missed_at_once(mutate, monkeypatch):
         return judge(life, act).sound
 
     # What a power cut tears differs from seed to seed, and may be nothing.
-    assert all(map(sound, range(3)))
+    assert all(map(sound, range(2)))
     mutate(monkeypatch)
-    assert not all(map(sound, range(3)))
+    assert not all(map(sound, range(2)))
 
 
 @pytest.mark.nightly
@@ -126,12 +126,12 @@ def test_ten_thousand_faults(tmp_path):
 def test_a_life_follows_from_its_seed():
     one, other = ([], [])
     for found in (one, other):
-        for seed in range(SEED, SEED + 3):
+        for seed in range(SEED, SEED + 2):
             life, rng = random_life(seed, None)
             live(life, rng)
             found.append((str(life.injector.plan), life.layer, rng.random()))
     assert one == other
-    assert len({plan for plan, *_ in one}) == 3
+    assert len({plan for plan, *_ in one}) == 2
 
 
 @pytest.mark.unit
