@@ -32,6 +32,7 @@ OTHER_MARKERS = {
     "gpu": "means nothing on simulated hardware, and is left out there",
 }
 _HARDWARE = pytest.StashKey[Hardware]()
+_UNMARKED = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -128,12 +129,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if for_gpus and hardware_of(config).kind == "simulated":
         _keep(config, items, *_split(items, lambda item: item not in for_gpus))
-    if not config.getini("optstream_require_level"):
-        return
-    unmarked = [item.nodeid for item in items if not has_level(item)]
-    if unmarked:
-        listing = "\n  ".join(unmarked)
-        raise pytest.UsageError(f"tests without a level marker ({', '.join(LEVELS)}):\n  {listing}")
+    if config.getini("optstream_require_level"):
+        for item in items:
+            if not has_level(item):
+                item.stash[_UNMARKED] = True
+                for level in LEVELS:
+                    item.add_marker(level)  # so that every run has it, and fails
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Here and not while collecting, where a worker of xdist could not say it in words.
+    if _UNMARKED in item.stash:
+        pytest.fail(
+            f"it carries none of the markers {', '.join(LEVELS)}: no run would have it", pytrace=False
+        )
 
 
 def _split(items: list, kept: Callable[[pytest.Item], bool]) -> tuple[list, list]:

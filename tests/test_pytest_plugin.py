@@ -109,12 +109,18 @@ def test_a_number_of_ranks_that_is_none_is_refused(run, ranks):
     assert run(f"--ranks-max={ranks}").ret == pytest.ExitCode.USAGE_ERROR
 
 
-def test_a_test_without_a_level_is_an_error_where_levels_are_required(run, pytester):
+@pytest.mark.parametrize(
+    "words", [["-m", "unit"], ["-m", "e2e"], [], ["-m", "unit", "-n", "1"]], ids=" ".join
+)
+def test_a_test_without_a_level_fails_every_run_where_levels_are_required(run, pytester, words):
     pytester.makeini("[pytest]\noptstream_require_level = true")
-    ended = run("-m", "unit", source="def test_unmarked(): pass")
-    assert ended.ret == pytest.ExitCode.USAGE_ERROR
-    ended.stderr.fnmatch_lines(["*tests without a level marker*", "*test_unmarked*"])
-    pytester.makeini("[pytest]")
+    pytester.makepyfile("def test_unmarked(): pass")
+    ended = pytester.runpytest_inprocess(*words)
+    ended.assert_outcomes(errors=1)
+    ended.stdout.fnmatch_lines(["*it carries none of the markers unit, e2e, nightly*"])
+
+
+def test_levels_are_not_required_of_others(run):
     run(source="def test_unmarked(): pass").assert_outcomes(passed=1)
 
 
