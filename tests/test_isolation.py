@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -226,19 +225,27 @@ def can_unshare() -> bool:
     return bool(shutil.which("unshare")) and not subprocess.run([*UNSHARE, "true"], check=False).returncode
 
 
+# Where the machine cannot make a pid namespace (that takes root, and Linux), only what a process is told of
+# its own pid is changed.
 @pytest.mark.e2e
-@pytest.mark.skipif(not can_unshare(), reason="pid namespaces need root, and Linux")
-def test_two_containers_in_which_all_are_pid_1(tmp_path):
-    code = textwrap.dedent(TRAIN) + textwrap.dedent(
-        """
+@pytest.mark.parametrize("way", ["told", "namespace"] if can_unshare() else ["told"])
+def test_two_containers_in_which_all_are_pid_1(way, tmp_path):
+    told = "import os; os.getpid = lambda: 1\n" if way == "told" else ""
+    inside = UNSHARE if way == "namespace" else ()
+    code = (
+        told
+        + textwrap.dedent(TRAIN)
+        + textwrap.dedent(
+            """
         assert os.getpid() == 1, os.getpid()
         print("ready", flush=True)
         sys.stdin.read()
         step()
         optimizer.close()
         """
+        )
     )
-    command = [*UNSHARE, sys.executable, "-W", "ignore", "-c", code, str(tmp_path), "none", ""]
+    command = [*inside, sys.executable, "-W", "ignore", "-c", code, str(tmp_path), "none", ""]
     runs = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
