@@ -183,7 +183,7 @@ ENDINGS = {
     "an exception": ("raise ValueError('mine')", None, 1),
     "SIGINT": ("threading.Event().wait()", signal.SIGINT, -signal.SIGINT),
     "SIGTERM": (
-        "clean_up_on_sigterm(); print('again', flush=True); threading.Event().wait()",
+        "print(clean_up_on_sigterm(), flush=True); threading.Event().wait()",
         signal.SIGTERM,
         143,
     ),
