@@ -10,6 +10,7 @@ should this process die.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.context
 import os
@@ -268,6 +269,9 @@ def _world(
             timeout=timedelta(seconds=collective_timeout_s),
             device_id=device,
         )
+        # Megatron's optimizers and models hold their groups in cycles, and each group of gloo has three
+        # threads, which poll: in a process that runs many worlds, one after the other, they would add up.
+        stack.callback(gc.collect)
         stack.callback(dist.destroy_process_group)
         yield
 
