@@ -6,7 +6,6 @@ A pytest plugin of its own, registered where that option is given. Tests hand in
 
 from __future__ import annotations
 
-import os
 import shlex
 from dataclasses import dataclass, field
 
@@ -94,4 +93,4 @@ def rerun_options(arguments: list[str]) -> list[str]:
 
 def is_worker(config: pytest.Config) -> bool:
     """Whether this process is one of xdist's: the page is its controller's business."""
-    return hasattr(config, "workerinput") or "PYTEST_XDIST_WORKER" in os.environ
+    return hasattr(config, "workerinput")
