@@ -5,16 +5,19 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 TRAIN_FLAGS ?=
 BENCH_FLAGS ?=
+# The main job: what every change has to pass on both supported lines of Megatron-Core.
+CORE := $(addprefix e2e/test_,streaming.py train_cli.py megatron_adapter.py megatron_fingerprints.py simulated_cuda.py)
 E2E_FLAGS ?=
 reports = --junitxml=runs/e2e-$(1).xml --optstream-report=runs/e2e-$(1).html
 
-.PHONY: help venv train test lint unit e2e e2e-megatron-0.19 nightly bench
+.PHONY: help venv venv-megatron-0.19 train test lint unit e2e e2e-core e2e-megatron-0.19 e2e-core-megatron-0.19 nightly bench
 
 help:
 	@echo 'make train   train a small GPT, resident and streamed, and compare every bit (TRAIN_FLAGS=...)'
 	@echo 'make test    lint, import contracts and the unit tests'
 	@echo 'make e2e     the full Megatron path with megatron-core 0.16, on GPUs or simulated (E2E_FLAGS=...)'
 	@echo 'make e2e-megatron-0.19   the same with megatron-core 0.19, on Python 3.12'
+	@echo 'make e2e-core, make e2e-core-megatron-0.19   of these, the main job alone, in minutes'
 	@echo 'make nightly the whole argument matrix and the long random runs'
 	@echo 'make bench   the table of the README (BENCH_FLAGS=...)'
 	@echo 'make lint    ruff and the import contracts alone'
