@@ -10,7 +10,8 @@ CORE := $(addprefix e2e/test_,streaming.py train_cli.py megatron_adapter.py mega
 E2E_FLAGS ?=
 reports = --junitxml=runs/e2e-$(1).xml --optstream-report=runs/e2e-$(1).html
 
-.PHONY: help venv venv-megatron-0.19 train test lint unit e2e e2e-core e2e-megatron-0.19 e2e-core-megatron-0.19 nightly bench
+.PHONY: help venv venv-megatron-0.19 train test lint unit nightly bench
+.PHONY: e2e e2e-core e2e-megatron-0.19 e2e-core-megatron-0.19
 
 help:
 	@echo 'make train   train a small GPT, resident and streamed, and compare every bit (TRAIN_FLAGS=...)'
@@ -42,10 +43,18 @@ e2e: venv
 	@mkdir -p runs
 	$(PYTEST) -m e2e -n auto $(call reports,megatron-0.16) $(E2E_FLAGS)
 
-e2e-megatron-0.19:
+e2e-core: venv
+	$(PYTEST) -m e2e -n auto $(CORE)
+
+venv-megatron-0.19:
 	@.ci/venv 3.12 .venv312
+
+e2e-megatron-0.19: venv-megatron-0.19
 	@mkdir -p runs
 	.venv312/bin/python -m pytest -m e2e -n auto $(call reports,megatron-0.19) $(E2E_FLAGS)
+
+e2e-core-megatron-0.19: venv-megatron-0.19
+	.venv312/bin/python -m pytest -m e2e -n auto $(CORE)
 
 nightly: venv
 	OPTSTREAM_HYPOTHESIS_PROFILE=nightly $(PYTEST) -m nightly -n auto
