@@ -6,11 +6,13 @@ import contextlib
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.utils.hooks import RemovableHandle
 
 from optstream.backends.interface import Backend
 from optstream.core.agreement import raise_together
@@ -64,6 +66,7 @@ class MegatronStateStore:
         # Of the whole chain; set when all of its stores are there.
         self.checkpoints: ChainCheckpoints | None = None
         self.position = 0
+        self._hook: RemovableHandle | None = None
         self._device = _device_of(optimizer)
         for beta2 in {float(group["betas"][1]) for group in self._inner.param_groups}:
             if message := moment_warning(config.moment_dtype, beta2):
@@ -146,6 +149,9 @@ class MegatronStateStore:
             if self.checkpoints is not None:
                 self.checkpoints.wait()
         finally:
+            if self._hook is not None:
+                self._hook.remove()
+                self._hook = None
             self.streamer.close()
 
     # ---- standing in for Megatron's methods --------------------------------------------------------------
@@ -282,7 +288,15 @@ class MegatronStateStore:
         if self._shards and self.streamer.config.read_ahead:
             # Gradient buffers are laid out in the order in which backward reaches the params.
             first = self._shards[0].model_param
-            first.register_hook(lambda grad: self.streamer.read_ahead())
+            # Weakly: autograd keeps the hook alive where the garbage collector cannot see it, and with the
+            # store the whole optimizer and its process groups would live on.
+            streamer = weakref.ref(self.streamer)
+
+            def read_ahead(grad: torch.Tensor) -> None:
+                if (alive := streamer()) is not None:
+                    alive.read_ahead()
+
+            self._hook = first.register_hook(read_ahead)
 
     # ---- where parameters and gradients are --------------------------------------------------------------
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import gc
 import os
+import weakref
 from statistics import median
 
 import pytest
 
+from optstream.core.megatron import setup_optimizer_state_streaming
 from optstream.harness.charts import format_bytes
 from optstream.harness.compare import Comparison, compare_on_rank
 from optstream.harness.launch import run_ranks
 from optstream.harness.stream_settings import StreamSettings
+from optstream.harness.training import Trainer
 from optstream.harness.training_config import TrainingConfig
 
 pytestmark = pytest.mark.e2e
@@ -177,3 +182,29 @@ def test_each_optimizer_instance_streams_all_of_the_state(compare):
     expect_identical(comparisons)
     for each in comparisons:
         assert each.streamed.written_bytes == [12 * each.parameters] * SMALL.steps
+
+
+def test_a_closed_store_and_its_trainer_are_forgotten(tmp_path):
+    """Autograd's hooks keep what they hold alive, and with it the optimizer, its groups and their threads."""
+    args = argparse.Namespace(
+        stream_optimizer_state_to_disk=True,
+        use_distributed_optimizer=True,
+        offload_train_disk_dir=str(tmp_path),
+    )
+
+    def train_and_close(rank: int) -> weakref.ref:
+        stores = []
+        trainer = Trainer(
+            SMALL,
+            rank=rank,
+            after_construction=lambda built: stores.extend(setup_optimizer_state_streaming(args, built)),
+        )
+        trainer.train_step()
+        for store in stores:
+            store.close()
+        trainer.close()
+        return weakref.ref(trainer)
+
+    (trainer,) = run_ranks(train_and_close, 1)
+    gc.collect()
+    assert trainer() is None
