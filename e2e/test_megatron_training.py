@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -141,15 +142,23 @@ def parameters(resident) -> int:
     return int(line.split(":")[-1])
 
 
-def test_streamed_is_resident_to_the_last_bit(pretrain, resident, parameters, tmp_path):
-    reference, _ = resident
-    run = pretrain(*streamed(tmp_path))
+@pytest.fixture(scope="module")
+def streaming(pretrain, tmp_path_factory) -> tuple[Ended, Path, Path]:
+    """The same run streamed, its checkpoints, and where its files were."""
+    saved, disk = tmp_path_factory.mktemp("streamed"), tmp_path_factory.mktemp("disk")
+    run = pretrain("--save", str(saved), *streamed(disk))
     assert run.returncode == 0, run.output[-3000:]
+    return run, saved, disk
+
+
+def test_streamed_is_resident_to_the_last_bit(resident, streaming, parameters):
+    reference, _ = resident
+    run, _, disk = streaming
     (losses,) = reference.losses
     assert len(losses) == ITERATIONS * MICROBATCHES
     assert len(set(losses)) > 1
     assert run.losses == reference.losses
-    expect_streamed(run, tmp_path, range(1, ITERATIONS + 1), parameters=parameters)
+    expect_streamed(run, disk, range(1, ITERATIONS + 1), parameters=parameters)
     assert [(rank["streamed_steps"], rank["roots"]) for rank in reference.ranks] == [([], [])]
 
 
@@ -199,14 +208,26 @@ def test_a_killed_run_resumes_as_if_it_had_not_been(pretrain, resident, paramete
     assert (saved / "latest_checkpointed_iteration.txt").read_text() == str(ITERATIONS)
 
 
-def test_a_checkpoint_without_streamed_state_is_refused_in_one_line(pretrain, resident, tmp_path):
-    _, saved = resident
-    run = pretrain("--load", str(saved), *streamed(tmp_path))
+def test_a_resident_run_goes_on_streamed(pretrain, resident, parameters, tmp_path):
+    """From the checkpoint that Megatron wrote of the resident optimizer."""
+    reference, saved = resident
+    run = pretrain("--load", str(saved), "--ckpt-step", str(SAVED), *streamed(tmp_path))
+    assert run.returncode == 0, run.output[-3000:]
+    assert run.losses == [losses[SAVED * MICROBATCHES :] for losses in reference.losses]
+    expect_streamed(run, tmp_path, range(SAVED + 1, ITERATIONS + 1), parameters=parameters)
+
+
+def test_a_checkpoint_that_lost_its_streamed_state_is_refused(pretrain, streaming, tmp_path):
+    _, saved, _ = streaming
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    shutil.rmtree(copy / f"iter_{SAVED:07d}" / "optimizer")
+    run = pretrain("--load", str(copy), "--ckpt-step", str(SAVED), *streamed(tmp_path / "disk"))
     assert run.returncode != 0
+    assert run.ranks == []
     assert "CheckpointError" in run.output
-    assert "holds no streamed optimizer state" in run.output
     assert "--no-load-optim" in run.output
-    assert files_under(tmp_path) == []
+    assert files_under(tmp_path / "disk") == []
 
 
 def test_weights_alone_are_loaded_where_that_is_asked_for(pretrain, resident, parameters, tmp_path):
