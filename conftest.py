@@ -1,11 +1,16 @@
-"""Settings for the project's own test run: hypothesis profiles and threads."""
+"""Settings for the project's own test run: hypothesis profiles, threads and signals."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 # One thread a worker: two xdist workers with two OpenMP threads each fight over a 2-core machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A script's background jobs ignore SIGINT, and so do their children: tests of Ctrl-C would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from hypothesis import HealthCheck, settings
 
