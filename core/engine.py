@@ -24,6 +24,7 @@ from torch.profiler import record_function
 
 from optstream.core.copies import Copies, HostCopies
 from optstream.core.errors import OptstreamError, PoisonedError
+from optstream.core.pacing import PACE
 from optstream.core.plan import Chunk
 from optstream.core.records import Span, StepRecord
 from optstream.core.schedule import Command, Schedule, Stage
@@ -148,7 +149,8 @@ class Engine:
         if self.staged and active:
             self._allocate_slots()
         try:
-            record = self._run_step(active, update, step)
+            with PACE.stepping():
+                record = self._run_step(active, update, step)
             record.start_s, record.total_s = started, time.perf_counter() - started
             logger.info("%s", record)
         except BaseException as error:

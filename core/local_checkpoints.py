@@ -59,6 +59,10 @@ class LocalCheckpoints:
     def saving(self) -> bool:
         return self._saver.running
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self._saver.progress
+
     def wait(self) -> None:
         self._saver.wait()
 

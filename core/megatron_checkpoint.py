@@ -302,6 +302,10 @@ class ChainCheckpoints:
         """Return when no save is running; raises the failure of one in the background."""
         self._saver.wait()
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self._saver.progress
+
     def forget(self) -> None:
         """The state has changed, or is about to: the next `save` of any link saves the chain anew."""
         self._saved_for = None

@@ -137,6 +137,11 @@ class MegatronStateStore:
         for a checkpoint without optimizer state, an incomplete, a damaged one or one of another model."""
         return self.checkpoints.load(base_dir, position=self.position)
 
+    @property
+    def save_progress(self) -> tuple[int, int]:
+        """(bytes written, bytes in all) on this rank, of the save that is running or was the last."""
+        return self.checkpoints.progress
+
     def wait_for_save(self) -> None:
         """Return when no save runs in the background. Raises its failure."""
         self.checkpoints.wait()

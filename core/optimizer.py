@@ -174,6 +174,11 @@ class StreamingAdamW(torch.optim.AdamW):
         """Whether a save is being written in the background now."""
         return self._checkpoints.saving
 
+    @property
+    def save_progress(self) -> tuple[int, int]:
+        """(bytes written, bytes in all), of the save that is running or was the last."""
+        return self._checkpoints.progress
+
     def wait_for_save(self) -> None:
         """Return when no save runs in the background. Raises its failure."""
         self._checkpoints.wait()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from optstream.backends.errors import SpaceError
+from optstream.core.pacing import PACE, Background
 from optstream.core.tasks import run_all
 from optstream.core.workers import Workers
 
@@ -38,9 +39,13 @@ class Snapshot:
         self._diverted: set[int] = set()
         self._changed = threading.Condition()
         self._workers = Workers(READERS, "optstream-snapshot")
+        self._background = Background()
 
     def read_bucket(self, bucket: int, place: torch.Tensor) -> None:
-        """Fill `place` (1-D uint8, the bucket's layout). Raises TransferError or CorruptionError."""
+        """Fill `place` (1-D uint8, the bucket's layout), when no step wants the disk.
+
+        Raises TransferError or CorruptionError."""
+        self._background.give_way()
         transfer = self._store.begin_read(bucket, place, self._contents[bucket])
         with transfer.file:
             run_all(
@@ -72,7 +77,8 @@ class Snapshot:
                 return
             if whole and self._divert(bucket):
                 return
-            self._changed.wait_for(lambda: bucket not in self._held)
+            with PACE.needing():
+                self._changed.wait_for(lambda: bucket not in self._held)
 
     def _divert(self, bucket: int) -> bool:
         try:

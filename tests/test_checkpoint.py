@@ -525,7 +525,7 @@ def test_progress_is_counted(base):
     named = parameters()
     streamed = streaming(named)
     streamed.save_to(base)
-    done, total = streamed._checkpoints._saver.progress
+    done, total = streamed.save_progress
     assert total - 64 < done <= total == data_of(base).stat().st_size
 
 
