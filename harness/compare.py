@@ -18,6 +18,7 @@ from optstream.core.megatron import (
     streaming_construction,
 )
 from optstream.core.records import StepRecord
+from optstream.harness.diary import Diary
 from optstream.harness.final_state import (
     SEGMENTS,
     Final,
@@ -160,9 +161,16 @@ def _run_streamed(
     trainer = Trainer(config, rank=rank, construction=construction, after_construction=set_up)
     try:
         resume.begin(trainer, streamed=True)
-        loss, step_s = _train(trainer, "streamed", progress, ledger, after_step=resume.save_if_due)
+        diary = Diary(stores)
+
+        def after_step(trainer: Trainer) -> None:
+            diary.turn_page()
+            resume.save_if_due(trainer)
+
+        loss, step_s = _train(trainer, "streamed", progress, ledger, after_step=after_step)
+        # Reading the final state drains the stores: after that, the records' bytes are final.
         final = final_of(trainer, stores)
-        return _streamed_result(loss, step_s, ledger, stores, final), final
+        return _streamed_result(loss, step_s, ledger, stores, diary.steps, final), final
     finally:
         for store in stores:
             store.close()
@@ -224,10 +232,9 @@ def _streamed_result(
     step_s: list[float],
     ledger: Ledger,
     stores: list[MegatronStateStore],
+    steps: list[tuple[StepRecord, ...]],
     final: Final,
 ) -> StreamedResult:
-    # Reading the final state has drained the stores: the records' bytes are final.
-    steps = list(zip(*(store.records for store in stores), strict=True))
     engines = [store.streamer.engine for store in stores]
     return StreamedResult(
         loss,
