@@ -243,7 +243,7 @@ class StateLoadPlanner(LoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         came = self._view(self._open.came, read_item)
-        if bool(came.any()):
+        if came.numpy().any():  # numpy's, on booleans, are many times as fast as torch's.
             raise self._unfit(f"some elements of {read_item.dest_index.fqn} are in it twice")
         came.fill_(True)
         self._open.step = max(self._open.step, self._metadata.storage_data[read_item.storage_index].step)
@@ -287,7 +287,7 @@ class StateLoadPlanner(LoadPlanner):
             return
         for region in self._regions[opened.block]:
             for segment in SEGMENTS:
-                if not bool(opened.came[segment][region.span].all()):
+                if not opened.came[segment][region.span].numpy().all():
                     raise self._unfit(f"some elements of {segment}/{region.placement.key} are not in it")
         number, index = opened.block
         self.parts[number].flush_block(index, opened.step)

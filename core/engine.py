@@ -120,6 +120,11 @@ class Engine:
             return sum(place.numel() for place in self._places.values())
 
     @property
+    def writers(self) -> Workers:
+        """The threads that write, for whoever writes whole buckets while the engine is idle."""
+        return self._workers[Stage.WRITE]
+
+    @property
     def slots(self) -> list[torch.Tensor]:
         """The memory in which buckets are updated, as far as it is allocated now.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -20,6 +21,8 @@ from optstream.core.integrity import Trailer, checksum
 from optstream.core.memory import bytes_of
 from optstream.core.plan import SEGMENTS, Bucket, Chunk, Entry, Layout, bucket_layout
 from optstream.core.snapshot import Snapshot
+from optstream.core.tasks import run_all
+from optstream.core.workers import Workers
 
 
 def bucket_file_name(bucket: int) -> str:
@@ -192,13 +195,23 @@ class BucketStore:
                 self.read_chunk(transfer, chunk, place)
 
     def write_bucket(
-        self, bucket: int, place: torch.Tensor, *, step: int, segments: Sequence[str] = SEGMENTS
+        self,
+        bucket: int,
+        place: torch.Tensor,
+        *,
+        step: int,
+        segments: Sequence[str] = SEGMENTS,
+        workers: Workers | None = None,
     ) -> None:
-        """Write `segments` of a bucket from `place`, on the calling thread."""
+        """Write `segments` of a bucket from `place`: chunks one after the other or, on `workers`, at once."""
         transfer = self.begin_write(bucket, segments)
         with transfer.file:
-            for chunk in transfer.chunks:
-                self.write_chunk(transfer, chunk, place)
+            writes = [partial(self.write_chunk, transfer, chunk, place) for chunk in transfer.chunks]
+            if workers is not None:
+                run_all(workers, writes)
+            else:
+                for write in writes:
+                    write()
             self.end_write(transfer, place, step=step)
 
     # ---- snapshots ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 
 from optstream.core.memory import allocate_host
 from optstream.core.placement import Placement, Region, regions_of
-from optstream.core.plan import SEGMENTS
+from optstream.core.plan import SEGMENTS, Bucket
 from optstream.core.state_part import StatePart, Values
 from optstream.core.store import BucketStore
 from optstream.core.streamer import StateStreamer
@@ -49,12 +49,13 @@ class StreamedPart(StatePart):
         store = self._streamer.store
         if self._place is None:
             self._place = allocate_host(store.place_bytes)
-        self._place.zero_()
-        return _values(store, block, self._place)
+        values = _values(store, block, self._place)
+        _zero_padding(self._streamer.buckets[block], values)
+        return values
 
     def flush_block(self, block: int, step: int) -> None:
         store = self._streamer.store
-        store.write_bucket(block, self._place, step=step)
+        store.write_bucket(block, self._place, step=step, workers=self._streamer.engine.writers)
         main = _values(store, block, self._place)["main"]
         for piece in self._streamer.buckets[block].pieces:
             self._publish(piece, main[piece.span])
@@ -87,6 +88,16 @@ class StreamedSnapshot:
 
     def close(self) -> None:
         self._files.close()
+
+
+def _zero_padding(bucket: Bucket, values: Values) -> None:
+    """What lies between and behind the pieces, which nothing else writes."""
+    for segment in values.values():
+        end = 0
+        for piece in bucket.pieces:
+            segment[end : piece.span.start].zero_()
+            end = piece.span.stop
+        segment[end:].zero_()
 
 
 def _values(store: BucketStore, block: int, memory: torch.Tensor) -> Values:

@@ -215,7 +215,9 @@ class StateStreamer:
                 # Cast where the values are: a cross-dtype copy to pinned memory is far slower.
                 values[piece.span].copy_(source(piece).detach().float())
             step = self.store.step_of(bucket.index)
-            self.store.write_bucket(bucket.index, place, step=step, segments=("main",))
+            self.store.write_bucket(
+                bucket.index, place, step=step, segments=("main",), workers=self.engine.writers
+            )
 
 
 def _abandon(engine: Engine, store: BucketStore, owner: int) -> None:
