@@ -34,6 +34,8 @@ def total(rank, addend):
 
 def fail(rank, folder, how):
     write_pid(folder, rank)
+    while not os.path.exists(os.path.join(folder, "pid0")):
+        time.sleep(0.01)  # once rank 1 has failed, nothing else of rank 0 is sure to happen
     if rank == 1:
         if how == "typed":
             raise DataError("no text", why="it is empty", remedy="Give some")
