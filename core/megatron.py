@@ -67,6 +67,7 @@ def setup_optimizer_state_streaming(
     optimizer: MegatronOptimizer,
     *,
     role: str = "actor",
+    cell: int = 0,
     backend_factory: BackendFactory = open_backend,
     staged: bool | None = None,
     observe: Callable[[], None] | None = None,
@@ -76,7 +77,8 @@ def setup_optimizer_state_streaming(
     Call it once, after construction and before a checkpoint is loaded. Each DistributedOptimizer gets its
     store as `_nvme_state_store`; they are also returned, in the order of the chain.
 
-    role: what this model is in the job (actor, critic, ...); part of the path of its files.
+    role: what this model is in the job (actor, critic, ...). cell: which of several independent copies of it,
+    each with ranks from 0, this rank belongs to. Both are part of the path of its files.
     backend_factory, staged, observe: for harnesses; see `open_backend` and `Engine`.
 
     Raises StreamConfigError, UnsupportedError (naming what cannot be streamed) or a storage error; all ranks
@@ -94,7 +96,7 @@ def setup_optimizer_state_streaming(
         for index, part in enumerate(chain):
             if part.is_stub_optimizer:
                 continue
-            where = scratch_subdirectory(role, rank, index)
+            where = scratch_subdirectory(role, cell, rank, index)
             backend = backend_factory(config.directories, subdirectory=where)
             stores.append(MegatronStateStore(part, config, backend=backend, staged=staged, observe=observe))
     except Exception as error:

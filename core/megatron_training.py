@@ -16,6 +16,7 @@ import argparse
 import contextlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
@@ -30,11 +31,11 @@ from optstream.core.validator import stream_config, validate_arguments
 
 @contextlib.contextmanager
 def streaming_pretraining(
-    args: argparse.Namespace, *, role: str = "actor"
+    args: argparse.Namespace, *, role: str = "actor", cell: int = 0
 ) -> Iterator[list[MegatronStateStore]]:
     """Around `pretrain`: the optimizer streams, and its state is saved and loaded with the checkpoints.
 
-    args: Megatron's own, as `parse_and_validate_args` returns them. role: as for
+    args: Megatron's own, as `parse_and_validate_args` returns them. role, cell: as for
     `setup_optimizer_state_streaming`. Yields the stores, a list that is empty until the optimizer is built,
     and stays so where `args` do not turn streaming on. On exit the files of the run are removed.
 
@@ -49,7 +50,7 @@ def streaming_pretraining(
     # Imported here: it takes seconds, and is not there before 0.17.
     from megatron.training import checkpointing, training
 
-    loop = _Loop(args, role, stores, training, checkpointing)
+    loop = _Loop(args, {"role": role, "cell": cell}, stores, training, checkpointing)
     try:
         with loop.in_place():
             yield stores
@@ -64,12 +65,12 @@ class _Loop:
     def __init__(
         self,
         args: argparse.Namespace,
-        role: str,
+        place: dict[str, Any],
         stores: list[MegatronStateStore],
         training: ModuleType,
         checkpointing: ModuleType,
     ) -> None:
-        self._args, self._role, self._stores = args, role, stores
+        self._args, self._place, self._stores = args, place, stores
         self._training, self._checkpointing = training, checkpointing
         self._originals: dict[str, Callable] = {}
         # Beside `stores` those of the optimizers that this rank owns nothing of: checkpoints are collective.
@@ -94,7 +95,7 @@ class _Loop:
     def _get_megatron_optimizer(self, *positional, **keywords) -> MegatronOptimizer:
         with streaming_construction(self._args):
             optimizer = self._originals["get_megatron_optimizer"](*positional, **keywords)
-        self._stores.extend(setup_optimizer_state_streaming(self._args, optimizer, role=self._role))
+        self._stores.extend(setup_optimizer_state_streaming(self._args, optimizer, **self._place))
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         self._chain = [part._nvme_state_store for part in parts]
         return optimizer

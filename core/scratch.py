@@ -1,4 +1,4 @@
-"""Where one rank's live files go, so that jobs, roles and ranks never meet."""
+"""Where one rank's live files go, so that jobs, roles, cells and ranks never meet."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ def job_name() -> str:
     return f"pid{os.getpid()}"
 
 
-def scratch_subdirectory(role: str, rank: int, index: int) -> str:
-    """`optstream/<host>/<job>/<role>/rank<rank>/optimizer<index>`.
+def scratch_subdirectory(role: str, cell: int, rank: int, index: int) -> str:
+    """`optstream/<host>/<job>/<role>/cell<cell>/rank<rank>/optimizer<index>`.
 
-    role: actor, critic, ...: models of one job that train side by side. index: which optimizer of the rank.
+    role: actor, critic, ...: models of one job that train side by side. cell: which of several copies of the
+    model that each have ranks of their own from 0. index: which optimizer of the rank.
     """
-    return f"{_rank_subdirectory(role, rank)}/optimizer{index}"
+    return f"{_rank_subdirectory(role, cell, rank)}/optimizer{index}"
 
 
-def trainer_subdirectory(role: str, rank: int) -> str:
-    """`optstream/<host>/<job>/<role>/rank<rank>/trainer`, beside the rank's streamed optimizers."""
-    return f"{_rank_subdirectory(role, rank)}/trainer"
+def trainer_subdirectory(role: str, cell: int, rank: int) -> str:
+    """`optstream/<host>/<job>/<role>/cell<cell>/rank<rank>/trainer`, beside the rank's optimizers."""
+    return f"{_rank_subdirectory(role, cell, rank)}/trainer"
 
 
 def process_subdirectory() -> str:
@@ -43,9 +44,9 @@ def process_subdirectory() -> str:
     return f"optstream/{host}/{job_name()}/torch/pid{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def _rank_subdirectory(role: str, rank: int) -> str:
+def _rank_subdirectory(role: str, cell: int, rank: int) -> str:
     host = _component(socket.gethostname())
-    return f"optstream/{host}/{job_name()}/{_component(role)}/rank{rank}"
+    return f"optstream/{host}/{job_name()}/{_component(role)}/cell{cell}/rank{rank}"
 
 
 def _component(text: str) -> str:

@@ -53,10 +53,13 @@ def trainer_offload(
     optimizer: MegatronOptimizer,
     *,
     role: str = "actor",
+    cell: int = 0,
     backend_factory: Callable[..., Backend] = open_backend,
     memory: DeviceMemory | None = None,
 ) -> TrainerOffload | None:
     """The offload that `args` ask for, or None. Collective. Call it after streaming was set up.
+
+    role, cell: as for `setup_optimizer_state_streaming`.
 
     Raises StreamConfigError for arguments that do not go together, or a storage error; all ranks raise
     together.
@@ -67,9 +70,8 @@ def trainer_offload(
     failure, parking = None, None
     try:
         if resolved[TARGET] == "disk":
-            backend = backend_factory(
-                disk_directories(resolved), subdirectory=trainer_subdirectory(role, dist.get_rank())
-            )
+            where = trainer_subdirectory(role, cell, dist.get_rank())
+            backend = backend_factory(disk_directories(resolved), subdirectory=where)
             parking = DiskParking(backend, chunk_bytes=resolved[CHUNK] * MIB)
         else:
             parking = HostParking()

@@ -1,4 +1,4 @@
-"""Paths of live files: no two jobs, roles, ranks or optimizers share one, and each is plain and relative."""
+"""Paths of live files: no two jobs, roles, cells, ranks or optimizers share one; each is plain and relative."""
 
 from __future__ import annotations
 
@@ -50,10 +50,14 @@ def test_a_launcher_that_gives_no_name_is_none(monkeypatch, nothing):
     assert job_name() == f"pid{os.getpid()}"
 
 
-def test_every_role_rank_and_optimizer_has_a_path_of_its_own():
+def test_every_role_cell_rank_and_optimizer_has_a_path_of_its_own():
     paths = [
-        scratch_subdirectory(role, rank, index)
-        for role, rank, index in itertools.product(("actor", "critic"), range(12), range(12))
+        scratch_subdirectory(role, cell, rank, index)
+        for role, cell, rank, index in itertools.product(("actor", "critic"), range(11), range(11), range(3))
+    ]
+    paths += [
+        trainer_subdirectory(role, cell, rank)
+        for role, cell, rank in itertools.product(("actor", "critic"), range(11), range(11))
     ]
     assert len(set(paths)) == len(paths)
     # Nor does one lie inside another, which clearing the outer one would remove.
@@ -62,34 +66,34 @@ def test_every_role_rank_and_optimizer_has_a_path_of_its_own():
 
 
 def test_nodes_that_share_a_file_system_do_not_meet(monkeypatch):
-    here = scratch_subdirectory("actor", 0, 0)
+    here = scratch_subdirectory("actor", 0, 0, 0)
     monkeypatch.setattr(socket, "gethostname", lambda: "another-node")
-    assert scratch_subdirectory("actor", 0, 0) != here
+    assert scratch_subdirectory("actor", 0, 0, 0) != here
 
 
 def test_two_jobs_on_a_node_do_not_meet(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "1")
-    first = scratch_subdirectory("actor", 0, 0)
+    first = scratch_subdirectory("actor", 0, 0, 0)
     monkeypatch.setenv("SLURM_JOB_ID", "2")
-    assert scratch_subdirectory("actor", 0, 0) != first
+    assert scratch_subdirectory("actor", 0, 0, 0) != first
 
 
 @pytest.mark.parametrize("name", ["../../etc", "a/b", "..", ".", "", "x y", "a:b", "ä", ".hidden"])
 def test_no_name_leaves_its_place_in_the_path(monkeypatch, name):
     monkeypatch.setenv("SLURM_JOB_ID", name)
     monkeypatch.setattr(scratch.socket, "gethostname", lambda: name)
-    path = PurePosixPath(scratch_subdirectory(name, 3, 1))
-    assert len(path.parts) == 6
+    path = PurePosixPath(scratch_subdirectory(name, 2, 3, 1))
+    assert len(path.parts) == 7
     assert not path.is_absolute()
     assert path.parts[0] == "optstream"
-    assert path.parts[-2:] == ("rank3", "optimizer1")
+    assert path.parts[-3:] == ("cell2", "rank3", "optimizer1")
     assert not any(part.startswith(".") or ":" in part for part in path.parts)
 
 
 def test_a_sleeping_trainer_lies_beside_its_optimizers():
     trainer, optimizer = (
-        PurePosixPath(trainer_subdirectory("actor", 3)),
-        PurePosixPath(scratch_subdirectory("actor", 3, 0)),
+        PurePosixPath(trainer_subdirectory("actor", 1, 3)),
+        PurePosixPath(scratch_subdirectory("actor", 1, 3, 0)),
     )
     assert trainer.parent == optimizer.parent
     assert trainer != optimizer
