@@ -1,4 +1,4 @@
-"""Paths of live files: no two jobs, roles, cells, ranks or optimizers share one; each is plain and relative."""
+"""Paths of live files: no two jobs, roles, cells, ranks or optimizers share one, and each is relative."""
 
 from __future__ import annotations
 
