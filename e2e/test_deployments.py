@@ -132,7 +132,10 @@ def test_out_of_memory_names_what_is_there(report):
 def test_the_command_says_so_and_writes_its_rows(report, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(deployments, "run_deployments", lambda rank, folder, progress: report)
     assert main(["deployments", "--json", str(tmp_path / "rows.json")]) == 0
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert set(found) == {"device_bytes", "rows"}
+    assert found["device_bytes"] == report.device_bytes
+    rows = found["rows"]
     assert [row["deployment"] for row in rows] == [each.name for each in TABLE]
     assert set(rows[0]) == {
         "deployment",
@@ -163,12 +166,14 @@ def test_the_command_fails_where_the_table_does_not_hold(report, monkeypatch, ch
 
 
 def test_the_page_about_choosing_has_this_table(report):
-    def cells(text: str) -> list[list[str]]:
-        rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-        return [row[:3] for row in rows]  # bytes differ a little between releases of torch
-
     page = (Path(__file__).parent.parent / "docs" / "choosing.md").read_text()
-    assert cells(page) == cells(markdown(report))
+    table = re.search(r"^\| deployment .*?Each device has [\d,]+ kB\.", page, re.DOTALL | re.MULTILINE)[0]
+    figure = re.compile(r"([\d,]+) kB")
+    found, stated = markdown(report), table
+    assert figure.sub("N kB", stated) == figure.sub("N kB", found)
+    for one, other in zip(figure.findall(stated), figure.findall(found), strict=True):
+        # Temporaries differ a little between releases of torch and Megatron.
+        assert int(one.replace(",", "")) == pytest.approx(int(other.replace(",", "")), rel=0.005)
 
 
 LOOP = [
@@ -213,7 +218,7 @@ def test_the_loop_of_the_command_line(tmp_path, monkeypatch):
     [
         ([*LOOP, "--device-memory", "700000"], 1, r"phase \w+: the device is out of memory"),
         ([*LOOP, "--colocate", "--stream-optimizer-state-to-disk"], 2, "stream-offload-needs-disk"),
-        ([*LOOP, "--pp", "2", "--ranks", "2", "--layers", "2"], 2, "--rl-steps cannot run with --pp 2"),
+        ([*LOOP, "--ranks", "3", "--tp", "2"], 2, "3 ranks cannot be divided"),
         (["train", "--colocate"], 2, "--colocate has nothing to act on"),
         (["train", "--device-memory", "5"], 2, "--device-memory has nothing to act on"),
     ],

@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         "as small beside the optimizer state as those of the run that optstream was made for.",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", metavar="PATH|-", help="write the rows there; - is standard output")
+    parser.add_argument("--json", metavar="PATH|-", help="write the figures there; - is standard output")
     parser.add_argument(
         "--dir", metavar="DIR", help="where rows that use the disk put files [a temporary one]"
     )
@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="optstream-deployments-", dir=args.dir) as folder:
         [report] = run_ranks(run_with_progress, 1, folder, hardware=available_hardware())
     if args.json:
-        write_json(args.json, {"rows": [row.as_dict() for row in report.rows]})
+        rows = [row.as_dict() for row in report.rows]
+        write_json(args.json, {"device_bytes": report.device_bytes, "rows": rows})
     out = Console(stderr=args.json == "-")
     if args.markdown:
         out.print(markdown(report), markup=False, highlight=False, soft_wrap=True)
