@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 from optstream.backends.directories import CLAIM_NAME
 from optstream.backends.errors import MissingFileError, TransferError
-from optstream.backends.oserrors import storage_error
+from optstream.backends.oserrors import storage_error, typed
 from optstream.backends.system import System
 
 
@@ -45,7 +46,8 @@ class ReadableFile:
             done += moved
 
     def close(self) -> None:
-        self._system.close(self._descriptor)
+        with typed("close", self.path):
+            self._system.close(self._descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +67,12 @@ class DirectoryReader:
         """`name` may lead through sub-directories. Raises MissingFileError or StorageError."""
         path = os.path.join(self.path, name)
         try:
-            return ReadableFile(self._system, path, self._system.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            with ExitStack() as undo:
+                descriptor = self._system.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                undo.callback(self._system.close, descriptor)
+                file = ReadableFile(self._system, path, descriptor)
+                undo.pop_all()
+                return file
         except (FileNotFoundError, NotADirectoryError) as error:
             raise MissingFileError(
                 f"{path} is missing", why="there is no such file", path=path, operation="open"
@@ -88,16 +95,13 @@ class DirectoryReader:
             return {}, []
         except OSError as error:
             raise storage_error("list", self.path, error) from error
-        try:
+        with typed("list", self.path), ExitStack() as closed:
+            closed.callback(self._system.close, directory)
             found = {}
             for name in sorted(self._system.listdir(directory)):
                 try:
                     found[name] = self._system.stat(name, dir_fd=directory, follow_symlinks=False)
                 except FileNotFoundError:
                     continue  # Removed meanwhile: its owner tidies up.
-        except OSError as error:
-            raise storage_error("list", self.path, error) from error
-        finally:
-            self._system.close(directory)
         files = {n: s.st_size for n, s in found.items() if stat.S_ISREG(s.st_mode) and n != CLAIM_NAME}
         return files, [n for n, s in found.items() if stat.S_ISDIR(s.st_mode)]
