@@ -141,6 +141,7 @@ class Life:
         self._failed = False
         self._settled = 0
         self._suspect: list[Injected] = []  # Faults that struck the checkpoint, where only a load finds them.
+        self._left_by_the_dead: set[str] = set()
         self._threads = _threads()
         self._descriptors = storage.descriptors()
         self._random = random.Random(plan.seed)
@@ -173,6 +174,7 @@ class Life:
         if not self._attempt("construct", construct):
             self._check_nothing_left("a failed construction")
             return False
+        self._left_by_the_dead = set()
         return True
 
     def step(self) -> bool:
@@ -407,6 +409,7 @@ class Life:
             engine.close()
         self._settle(detected=True)
         end(self.storage.fake)
+        self._left_by_the_dead = set(self.storage.files(SCRATCH))
         self._descriptors = self.storage.descriptors()
         if not self.construct():
             return False
@@ -469,7 +472,9 @@ class Life:
             self.verdict.leaks.append(f"{what} left threads: {sorted(extra)}")
         if (now := self.storage.descriptors()) > self._descriptors:
             self.verdict.leaks.append(f"{what} left {now - self._descriptors} descriptors")
-        if (left := self.storage.files(SCRATCH)) and not self._clean_up_was_struck():
+        # A start that fails before it could reclaim what a dead run left has not left that itself.
+        left = sorted(set(self.storage.files(SCRATCH)) - self._left_by_the_dead)
+        if left and not self._clean_up_was_struck():
             self.verdict.leaks.append(f"{what} left {left}")
         # Whatever is left, for whatever reason, goes with the next start.
         try:
@@ -478,6 +483,7 @@ class Life:
             self.verdict.leaks.append(f"{what} left a claim: {error}")
         if left := self.storage.files(SCRATCH):
             self.verdict.leaks.append(f"after {what}, the next start left {left}")
+        self._left_by_the_dead = set()
         self.injector.armed = armed
 
     def _clean_up_was_struck(self) -> bool:
