@@ -158,14 +158,15 @@ def _global_name(trainer: Trainer, name: str) -> str:
     config = trainer.config
     name = name[name.index("chunk0.") :]
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    name = _shifted(name, r"(?<=\blayers\.)\d+", stage * (config.layers // config.pp))
+    name = shifted(name, r"(?<=\blayers\.)\d+", stage * (config.layers // config.pp))
     if config.experts:
         first = parallel_state.get_expert_model_parallel_rank() * (config.experts // config.ep)
-        name = _shifted(name, r"(?<=\blocal_experts\.)\d+", first)
+        name = shifted(name, r"(?<=\blocal_experts\.)\d+", first)
     if config.tied_embeddings:  # The last stage's copy is the same parameter.
         name = name.replace("output_layer.weight", "embedding.word_embeddings.weight")
     return name
 
 
-def _shifted(name: str, number: str, by: int) -> str:
+def shifted(name: str, number: str, by: int) -> str:
+    """`name` with `by` added to the number that the pattern finds."""
     return re.sub(number, lambda found: str(int(found[0]) + by), name)

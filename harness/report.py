@@ -49,7 +49,7 @@ class SummaryRow(NamedTuple):
 
     label: str
     resident: str
-    streamed: str
+    compared: str
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class TrainReport:
     """What the page shows. All texts are escaped.
 
     equal: whether the runs are equal as far as was asked; verdict: that in words.
-    bound_bytes: what the streamed run's state may take on the device.
+    compared: the run beside the resident one, and compared_name: what it is.
+    bound_bytes: what its state may take on the device; None where it does not stream and nothing bounds it.
     configuration, versions: shown as tables, in their order.
     step: the streamed step whose buckets are drawn (see `typical_step`); None, or without spans, for none.
     phases: of a loop of rollout and training, in their order.
@@ -67,9 +68,10 @@ class TrainReport:
     verdict: str
     equal: bool
     resident: RunCurves
-    streamed: RunCurves
-    bound_bytes: int
+    compared: RunCurves
+    bound_bytes: int | None
     summary: Sequence[SummaryRow]
+    compared_name: str = "streamed"
     configuration: Mapping[str, object] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     step: StepRecord | None = None
@@ -114,7 +116,7 @@ def _loss_chart(report: TrainReport) -> LineChart:
     return line_chart(
         [
             Series("resident", "resident wide", points(report.resident)),
-            Series("streamed", "streamed", points(report.streamed)),
+            Series(report.compared_name, "compared", points(report.compared)),
         ],
         x_title="step",
         y_title="loss",
@@ -123,19 +125,21 @@ def _loss_chart(report: TrainReport) -> LineChart:
 
 
 def _memory_chart(report: TrainReport) -> LineChart:
-    runs = [_from_zero(report.resident.memory), _from_zero(report.streamed.memory)]
+    runs = [_from_zero(report.resident.memory), _from_zero(report.compared.memory)]
     end = max((seconds for run in runs for seconds, _ in run), default=0.0)
     largest = max((size for run in runs for _, size in run), default=0)
-    bound = [(0.0, report.bound_bytes), (end, report.bound_bytes)]
+    series = [
+        Series("resident", "resident", runs[0], stepped=True, filled=True),
+        Series(report.compared_name, "compared", runs[1], stepped=True, filled=True),
+    ]
+    if report.bound_bytes is not None:
+        bound = [(0.0, report.bound_bytes), (end, report.bound_bytes)]
+        series.append(Series("bound of the streamed run", "bound", bound))
     return line_chart(
-        [
-            Series("resident", "resident", runs[0], stepped=True, filled=True),
-            Series("streamed", "streamed", runs[1], stepped=True, filled=True),
-            Series("bound of the streamed run", "bound", bound),
-        ],
+        series,
         x_title="seconds since the run began",
         y_title="state on the device",
-        unit=byte_unit(max(largest, report.bound_bytes)),
+        unit=byte_unit(max(largest, report.bound_bytes or 0)),
     )
 
 
@@ -198,7 +202,7 @@ def _phase_charts(phases: Sequence[PhaseBar]) -> _PhaseCharts:
     return _PhaseCharts(
         timeline(list(rows.items()), origin=0.0),
         line_chart(
-            [Series("peak of each phase", "streamed", memory, stepped=True, filled=True)],
+            [Series("peak of each phase", "compared", memory, stepped=True, filled=True)],
             x_title="seconds since the loop began",
             y_title="device memory",
             unit=byte_unit(max(phase.device_bytes_peak for phase in phases)),

@@ -1,4 +1,4 @@
-"""A loop of generate, train and update weights on one rank, under the flags of a deployment.
+"""A loop of generate, train and update weights, on each rank, under the flags of a deployment.
 
 The trainer and the rollout engine share a device (`--colocate`) or have one each. Where the flags park the
 trainer, it sleeps whenever it does not train. A function for `run_ranks`, with plain data in and out.
@@ -22,7 +22,7 @@ from optstream.core.megatron import (
 from optstream.core.trainer_offload import TrainerOffload, trainer_offload
 from optstream.core.validator import STREAM, validate_arguments
 from optstream.harness.device_budget import BudgetedStorages, CudaBudget, DeviceBudget
-from optstream.harness.errors import ConfigurationError, DeviceMemoryError
+from optstream.harness.errors import DeviceMemoryError
 from optstream.harness.final_state import Final, digest_of, final_of
 from optstream.harness.ledger import STATE, Ledger, gradient_roots, resident_roots, streamed_roots
 from optstream.harness.rollout import RolloutEngine
@@ -105,12 +105,6 @@ def run_rl(
 ) -> RlRun:
     """The whole loop on this rank. Running out of device memory is a result; everything else that fails is
     raised. Files are gone either way."""
-    if config.pp > 1:
-        raise ConfigurationError(
-            f"--rl-steps cannot run with --pp {config.pp}",
-            why="the rollout engine holds the whole depth of the model",
-            remedy="Use --tp or data-parallel ranks",
-        )
     with _Job(rank, config, settings, progress if rank == 0 else None) as job:
         return job.run()
 
@@ -166,14 +160,14 @@ class _Job:
     def _loop(self) -> None:
         with self._phase("build"):
             self._build()
-        self._engine.update_weights(self._trainer)
+        self._update_weights()
         self._sleep()
         for step in range(1, self._settings.steps + 1):
             self._step = step
             self._rollout()
             self._wake_up()
             self._train()
-            self._engine.update_weights(self._trainer)
+            self._update_weights()
             self._sleep()
         self._rollout()
 
@@ -212,6 +206,13 @@ class _Job:
         roots = streamed_roots(self._stores) if self._streams else resident_roots(optimizer)
         self._device.name("optimizer state", roots)
         self._ledger.follow(STATE, roots)
+
+    def _update_weights(self) -> None:
+        with contextlib.ExitStack() as stack:
+            if self._config.pp > 1:  # other stages' weights come by way of the trainer's device
+                stack.enter_context(self._phase("gather"))
+                stack.enter_context(self._device.in_use())
+            self._engine.update_weights(self._trainer)
 
     def _rollout(self) -> None:
         prompt = PROMPT[: self._config.seq // 2]

@@ -1,7 +1,8 @@
 """`optstream train --rl-steps N`: the loop of rollout and training, under the flags of a deployment.
 
-The same loop with everything resident runs beside it, and every bit is compared. Exit 0 if they are equal, 1
-if not or if the device is too small, 2 on bad usage.
+The same loop with everything resident runs beside it, and every bit is compared. Exit 0 if they are equal
+(streamed in a lossy moment format: within its stated tolerance) and all ranks agree, 1 if not or if a device
+is too small, 2 on bad usage.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from optstream.harness.training_config import TrainingConfig
 if TYPE_CHECKING:
     from optstream.harness.rl import RlRun, RlSettings
     from optstream.harness.rl_compare import RlComparison
+    from optstream.harness.summary import Verdict
 
 EQUAL, DIFFERENT = 0, 1
 
@@ -73,7 +75,7 @@ def run_loop(args: argparse.Namespace, config: TrainingConfig, folder: Path) -> 
     from optstream.harness.data import check_data
     from optstream.harness.launch import available_hardware, run_ranks
     from optstream.harness.rl import RlSettings
-    from optstream.harness.rl_compare import rl_table, summarise_rl
+    from optstream.harness.rl_compare import rl_table, rl_verdict, summarise_rl
 
     stream = _settings(args, folder)
     check_data(config.data)
@@ -83,10 +85,9 @@ def run_loop(args: argparse.Namespace, config: TrainingConfig, folder: Path) -> 
     )
     shutil.rmtree(folder / "scratch", ignore_errors=True)
     summary = summarise_rl(config, comparisons)
-    differing = [each.difference for each in comparisons if each.difference is not None]
-    text = f"different: {differing[0]}" if differing else "equal to the last bit"
+    outcome = rl_verdict(config, settings, comparisons)
     write_json(str(folder / "summary.json"), summary)
-    _write_report(folder / "report.html", config, settings, comparisons[0], text, equal=not differing)
+    _write_report(folder / "report.html", config, settings, comparisons, outcome)
     if args.json:
         write_json(args.json, summary)
     out = Console(stderr=args.json == "-")
@@ -94,8 +95,8 @@ def run_loop(args: argparse.Namespace, config: TrainingConfig, folder: Path) -> 
     for number, sample in enumerate(summary["samples"]):
         out.print(f"sample {number}: {sample!r}", markup=False, highlight=False)
     out.print(f"report: {folder / 'report.html'}", soft_wrap=True, highlight=False)
-    out.print(text, style="bold red" if differing else "bold green", soft_wrap=True)
-    return DIFFERENT if differing else EQUAL
+    out.print(outcome.text, style="bold green" if outcome.passed else "bold red", soft_wrap=True)
+    return EQUAL if outcome.passed else DIFFERENT
 
 
 def compare_with_progress(rank: int, config: TrainingConfig, settings: RlSettings) -> RlComparison:
@@ -131,30 +132,33 @@ def _write_report(
     path: Path,
     config: TrainingConfig,
     settings: RlSettings,
-    comparison: RlComparison,
-    text: str,
-    *,
-    equal: bool,
+    comparisons: list[RlComparison],
+    outcome: Verdict,
 ) -> None:
+    """The page, for rank 0."""
     from optstream.harness.report import PhaseBar, RunCurves, SummaryRow, TrainReport, write_report
+    from optstream.harness.rl_compare import compared_name, rl_title
     from optstream.harness.train_report import versions
+
+    first = comparisons[0]
 
     def curves(run: RlRun) -> RunCurves:
         return RunCurves(run.loss, run.state_bytes_timeline, run.state_bytes_peak)
 
     def row(label: str, value) -> SummaryRow:
-        return SummaryRow(label, *(str(value(run)) for run in (comparison.reference, comparison.asked)))
+        return SummaryRow(label, *(str(value(run)) for run in (first.reference, first.asked)))
 
-    asked = comparison.asked
+    asked = first.asked
     write_report(
         path,
         TrainReport(
-            title=f"{asked.parameters:,} parameters, {len(asked.loss)} steps of rollout and training",
-            verdict=text,
-            equal=equal,
-            resident=curves(comparison.reference),
-            streamed=curves(asked),
-            bound_bytes=asked.state_bytes_bound or asked.state_bytes_peak,
+            title=rl_title(config, comparisons),
+            verdict=outcome.text,
+            equal=outcome.passed,
+            resident=curves(first.reference),
+            compared=curves(asked),
+            compared_name=compared_name(first),
+            bound_bytes=asked.state_bytes_bound if first.streams else None,
             summary=[
                 row("last loss", lambda run: f"{run.loss[-1]:.6f}"),
                 row("trainer's device, peak bytes", lambda run: f"{run.device_bytes_peak:,}"),

@@ -13,7 +13,7 @@ from optstream.harness.errors import DeviceMemoryError
 from optstream.harness.final_state import SEGMENTS, first_difference, largest_error
 from optstream.harness.rl import Progress, RlRun, RlSettings, run_rl
 from optstream.harness.stream_settings import StreamSettings
-from optstream.harness.summary import joint_digest
+from optstream.harness.summary import Verdict, joint_digest, verdict
 from optstream.harness.training_config import TrainingConfig
 
 REFERENCE = StreamSettings({"use_distributed_optimizer": True})
@@ -61,7 +61,8 @@ def summarise_rl(config: TrainingConfig, comparisons: list[RlComparison]) -> dic
     first = comparisons[0]
     asked = first.asked
     summary = {
-        "bit_identical": all(each.difference is None for each in comparisons),
+        "bit_identical": all(each.difference is None for each in comparisons)
+        and disagreement(comparisons) is None,
         "max_error": max(each.max_error for each in comparisons),
         "steps": len(asked.loss),
         "parameters": asked.parameters,
@@ -88,6 +89,34 @@ def summarise_rl(config: TrainingConfig, comparisons: list[RlComparison]) -> dic
     return summary
 
 
+def rl_verdict(config: TrainingConfig, settings: RlSettings, comparisons: list[RlComparison]) -> Verdict:
+    """As of `optstream train`; and all ranks must have said the same."""
+    if found := disagreement(comparisons):
+        return Verdict(False, f"different: {found}")
+    flags = settings.stream.flags
+    moments = flags["stream_optimizer_state_moment_dtype"] if comparisons[0].streams else "fp32"
+    return verdict(replace(config, steps=settings.steps), moments, comparisons)
+
+
+def disagreement(comparisons: list[RlComparison]) -> str | None:
+    """Where two ranks of the asked loop do not have the same losses and samples, in words: they are of one
+    model, whichever way it is divided."""
+    first = comparisons[0].asked
+    for rank, each in enumerate(comparisons):
+        for name, attribute in (("losses", "loss"), ("samples", "samples")):
+            # As text: a loss that is no number is the same on all ranks, and not equal to itself.
+            if repr(getattr(each.asked, attribute)) != repr(getattr(first, attribute)):
+                return f"the {name} of rank {rank} are not those of rank 0"
+    return None
+
+
+def compared_name(comparison: RlComparison) -> str:
+    """What the asked loop is, beside the resident one."""
+    if comparison.streams:
+        return "streamed"
+    return "parked in turns" if comparison.asked.sleep_s else "as asked"
+
+
 def _run_of(runs: list[RlRun]) -> dict[str, Any]:
     return {
         "state_bytes_peak": runs[0].state_bytes_peak,
@@ -111,10 +140,16 @@ def moved_bytes(run: RlRun) -> dict[str, int]:
     }
 
 
+def rl_title(config: TrainingConfig, comparisons: list[RlComparison]) -> str:
+    asked = comparisons[0].asked
+    ranks = f", rank 0 of {config.ranks}" if config.ranks > 1 else ""
+    return f"{asked.parameters:,} parameters, {len(asked.loss)} steps of rollout and training{ranks}"
+
+
 def rl_table(config: TrainingConfig, comparisons: list[RlComparison]) -> Table:
     """What each phase took, the loss and the samples, for a person."""
     asked = comparisons[0].asked
-    shown = Table(title=f"{asked.parameters:,} parameters, {len(asked.loss)} steps, rank 0")
+    shown = Table(title=rl_title(config, comparisons))
     for column in ("phase", "times", "seconds, mean", "device bytes, peak"):
         shown.add_column(column, justify="left" if column == "phase" else "right")
     for name in dict.fromkeys(phase.name for phase in asked.phases):

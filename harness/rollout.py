@@ -8,26 +8,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from optstream.core.device_memory import Parked, ReleasedStorages
 from optstream.core.memory import allocate_host
 from optstream.harness.device_budget import BudgetedStorages, CudaBudget, DeviceBudget
+from optstream.harness.global_state import shifted
 from optstream.harness.simulated_cuda import quiet_megatron_import
-from optstream.harness.training import Trainer, gpt_model, transformer_config
+from optstream.harness.training import Trainer, gpt_model, parallel_state, transformer_config
 from optstream.harness.training_config import TrainingConfig
+from optstream.harness.training_state import gather_model_params
 
 with quiet_megatron_import():
     from megatron.core.inference.contexts import StaticInferenceContext
 
 
 class RolloutEngine:
-    """budget: the device it runs on. cache_bytes: of keys and values, as far as whole sequences fill it; at
-    least what one batch of prompts needs."""
+    """One rank of it, beside each rank of the trainer: tensor- and expert-parallel as the trainer is, and of
+    the model's whole depth where that is a pipeline.
+
+    config: the trainer's. budget: the device it runs on. cache_bytes: of keys and values, as far as whole
+    sequences fill it; at least what one batch of prompts needs.
+    """
 
     def __init__(self, config: TrainingConfig, budget: DeviceBudget, *, cache_bytes: int = 0) -> None:
-        self._config, self._budget, self._cache_bytes = config, budget, cache_bytes
+        self._config = replace(config, pp=1, virtual_stages=1)
+        self._budget, self._cache_bytes = budget, cache_bytes
         self._memory = ReleasedStorages() if isinstance(budget, CudaBudget) else BudgetedStorages(budget)
         self._weights: dict[str, torch.Tensor] = {}
         self._model: torch.nn.Module | None = None
@@ -42,16 +51,16 @@ class RolloutEngine:
         return sum(weight.nbytes for weight in self._weights.values())
 
     def update_weights(self, trainer: Trainer) -> None:
-        """Take the trainer's weights of this moment, by way of host memory, which outlives its sleep."""
-        for chunk in trainer.model:
-            for name, param in chunk.module.named_parameters():
-                if name not in self._weights:
-                    self._weights[name] = allocate_host(param.nbytes).view(param.dtype).view(param.shape)
-                self._weights[name].copy_(param.detach())
+        """Take the trainer's weights of this moment, by way of host memory, which outlives its sleep.
+        Collective."""
+        gather_model_params(trainer)
+        for name, param in _whole_depth(trainer):
+            if name not in self._weights:
+                self._weights[name] = allocate_host(param.nbytes).view(param.dtype).view(param.shape)
+            self._weights[name].copy_(param)
 
     def generate(self, prompts: Sequence[bytes], *, length: int) -> list[str]:
-        """`length` bytes of greedy continuation of each prompt; prompts are of one length. Collective over
-        tensor-parallel ranks."""
+        """`length` bytes of greedy continuation of each prompt; prompts are of one length. Collective."""
         with self._budget.in_use(), torch.no_grad(), self._on_device(len(prompts)) as model:
             tokens = torch.tensor([list(prompt) for prompt in prompts]).cuda()
             generated = []
@@ -106,3 +115,37 @@ class RolloutEngine:
         if self._context is not None:
             for held in self._context.key_value_memory_dict.values():
                 yield from (tensor for tensor in held if torch.is_tensor(tensor))
+
+
+def _whole_depth(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's weights on this tensor- and expert-parallel rank, by their names in a model without stages.
+
+    A pipeline's ranks give each other theirs, one at a time. Collective over the pipeline's ranks.
+    """
+    own = dict(_numbered(trainer))
+    if trainer.config.pp == 1:
+        yield from own.items()
+        return
+    group = parallel_state.get_pipeline_model_parallel_group()
+    of_stages: list = [None] * trainer.config.pp
+    dist.all_gather_object(
+        of_stages, {name: (weight.shape, weight.dtype) for name, weight in own.items()}, group=group
+    )
+    for stage, weights in enumerate(of_stages):
+        for name, (shape, dtype) in weights.items():
+            is_own = stage == parallel_state.get_pipeline_model_parallel_rank()
+            weight = own[name] if is_own else torch.empty(shape, dtype=dtype, device="cuda")
+            dist.broadcast(weight, dist.get_global_rank(group, stage), group=group)
+            yield name, weight
+
+
+def _numbered(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
+    """This stage's weights, their layers numbered over the whole model."""
+    config, stage = trainer.config, parallel_state.get_pipeline_model_parallel_rank()
+    for virtual_stage, chunk in enumerate(trainer.model):
+        place = virtual_stage * config.pp + stage
+        first_layer = place * (config.layers // (config.pp * config.virtual_stages))
+        for name, param in chunk.module.named_parameters():
+            # The last stage's copy of tied embeddings is no weight of a model without stages.
+            if not (config.tied_embeddings and "output_layer" in name):
+                yield shifted(name, r"(?<=\blayers\.)\d+", first_layer), param.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from optstream.harness.training_config import TrainingConfig
 
 if TYPE_CHECKING:
     from optstream.harness.compare import Comparison
+    from optstream.harness.rl_compare import RlComparison
 
 
 def summarise(config: TrainingConfig, comparisons: list[Comparison]) -> dict[str, Any]:
@@ -108,7 +110,9 @@ class Verdict:
     text: str
 
 
-def verdict(config: TrainingConfig, moment_dtype: str, comparisons: list[Comparison]) -> Verdict:
+def verdict(
+    config: TrainingConfig, moment_dtype: str, comparisons: Sequence[Comparison | RlComparison]
+) -> Verdict:
     """Equal to the last bit or, with a lossy moment format, within its tolerance."""
     differing = [(rank, each) for rank, each in enumerate(comparisons) if each.difference is not None]
     if not differing:

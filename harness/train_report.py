@@ -30,7 +30,7 @@ def write_train_report(
             verdict=outcome.text,
             equal=outcome.passed,
             resident=_curves(first.resident),
-            streamed=_curves(first.streamed),
+            compared=_curves(first.streamed),
             bound_bytes=first.streamed.state_bytes_bound,
             summary=[SummaryRow(*row) for row in figures(comparisons)],
             configuration={**asdict(config), **settings.flags, "backend": settings.backend},

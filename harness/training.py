@@ -207,14 +207,16 @@ def gpt_model(
 ) -> torch.nn.Module:
     """This rank's part of the model, or one virtual stage of it, on the device, in the precision that
     Megatron's `get_model` gives it."""
+    # The rollout engine builds models without stages while the trainer's ranks are those of a pipeline.
+    whole = config.pp == 1
     stage = {"ignore_virtual": False, "vp_stage": virtual_stage}
     model = GPTModel(
         config=transformer,
         transformer_layer_spec=get_gpt_layer_local_spec(num_experts=config.experts or None),
         vocab_size=VOCABULARY,
         max_sequence_length=config.seq,
-        pre_process=parallel_state.is_pipeline_first_stage(**stage),
-        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        pre_process=whole or parallel_state.is_pipeline_first_stage(**stage),
+        post_process=whole or parallel_state.is_pipeline_last_stage(**stage),
         share_embeddings_and_output_weights=config.tied_embeddings,
         position_embedding_type="rope",
         vp_stage=virtual_stage if config.virtual_stages > 1 else None,

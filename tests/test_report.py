@@ -81,7 +81,7 @@ def a_report(**changes) -> TrainReport:
             verdict="equal to the last bit",
             equal=True,
             resident=RunCurves([5.5, 4.25, 4.0], [(10.0, 0), (11.0, 12_000_000)], 12_000_000),
-            streamed=RunCurves([5.5, 4.25, 4.0], [(20.0, 0), (20.5, 3_000_000), (21.0, 0)], 3_000_000),
+            compared=RunCurves([5.5, 4.25, 4.0], [(20.0, 0), (20.5, 3_000_000), (21.0, 0)], 3_000_000),
             bound_bytes=3_200_000,
             summary=[
                 SummaryRow("last loss", "4.000000", "4.000000"),
@@ -127,6 +127,16 @@ class TestPage:
             assert text in page.texts, text
         assert "The buckets of step 7" in page.texts
 
+    def test_a_run_that_does_not_stream_is_not_called_streamed(self, tmp_path):
+        name = "parked while it does not train"
+        text, page = page_of(a_report(compared_name=name, bound_bytes=None, step=None), tmp_path)
+        assert "streamed" not in text.lower()
+        heading, columns = page.texts.index(f"Resident beside {name}"), ["resident", name]
+        assert page.texts[heading + 1 : heading + 3] == columns
+        assert [one for one in page.texts if one in columns][2:] == columns * 4, (
+            "titles and legends of both charts"
+        )
+
     def test_every_span_is_a_bar_with_its_figures(self, tmp_path):
         text, page = page_of(a_report(step=a_step(buckets=4)), tmp_path)
         assert page.counts["rect"] == 4 * len(Stage)
@@ -170,7 +180,7 @@ class TestPage:
 
     def test_a_run_of_one_step_with_a_loss_that_is_not_a_number(self, tmp_path):
         empty = RunCurves([math.nan], [], 0)
-        text, page = page_of(a_report(resident=empty, streamed=empty, bound_bytes=0), tmp_path)
+        text, page = page_of(a_report(resident=empty, compared=empty, bound_bytes=0), tmp_path)
         assert not re.search(r'="[^"]*(nan|inf)\b', text)
         assert page.counts["path"] > 0
 
