@@ -63,26 +63,33 @@ def disk(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loops(scenarios, disk) -> Callable[[str], list[RlComparison]]:
+def loops(hardware, scenarios, disk) -> Callable[[str], list[RlComparison]]:
     """The comparisons of all ranks, by topology."""
-    return by_topology(TOPOLOGIES, scenarios.compare_loops, settings_in(disk))
+    return by_topology(hardware, TOPOLOGIES, scenarios.compare_loops, settings_in(disk))
 
 
 @pytest.fixture(scope="module")
-def losses(scenarios) -> Callable[[str], list[tuple[float, float]]]:
-    return by_topology(TOPOLOGIES | MORE_TOPOLOGIES, scenarios.losses_of_each)
+def losses(hardware, scenarios) -> Callable[[str], list[tuple[float, float]]]:
+    return by_topology(hardware, TOPOLOGIES | MORE_TOPOLOGIES, scenarios.losses_of_each)
 
 
-def by_topology(topologies: dict[str, dict], function: Callable, *args) -> Callable[[str], list]:
+def by_topology(
+    hardware: str, topologies: dict[str, dict], function: Callable, *args
+) -> Callable[[str], list]:
     """What `function` gives on every rank; topologies of as many ranks share one start of them."""
 
     @functools.cache
     def of_ranks(ranks: int) -> dict[str, list]:
         configs = {name: config_of(name) for name in topologies if topologies[name]["ranks"] == ranks}
-        results = run_ranks(function, ranks, list(configs.values()), *args)
+        results = run_ranks(function, ranks, list(configs.values()), *args, hardware=hardware)
         return dict(zip(configs, zip(*results, strict=True), strict=True))
 
     return lambda name: of_ranks(topologies[name]["ranks"])[name]
+
+
+def at_ranks(topology: str):
+    ranks = (TOPOLOGIES | MORE_TOPOLOGIES)[topology]["ranks"]
+    return pytest.param(topology, marks=pytest.mark.ranks(ranks))
 
 
 def config_of(topology: str) -> TrainingConfig:
@@ -95,7 +102,7 @@ def settings_in(folder: Path, flags: tuple[str, ...] = SHARED) -> RlSettings:
     return RlSettings(STEPS, StreamSettings(flags_of(deployment, str(folder))))
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", map(at_ranks, TOPOLOGIES))
 def test_all_ranks_sample_the_same_and_streaming_keeps_every_bit(topology, loops, disk):
     config, ranks = config_of(topology), loops(topology)
     first = ranks[0].asked
@@ -122,23 +129,39 @@ def test_all_ranks_sample_the_same_and_streaming_keeps_every_bit(topology, loops
     assert rl_verdict(config, settings_in(disk), ranks).passed
 
 
-@pytest.mark.parametrize("topology", [*TOPOLOGIES, *MORE_TOPOLOGIES])
+@pytest.mark.parametrize("topology", map(at_ranks, TOPOLOGIES | MORE_TOPOLOGIES))
 def test_the_engine_has_the_trainers_model(topology, losses):
     for of_trainer, of_engine in losses(topology):
         assert of_engine == pytest.approx(of_trainer, rel=1e-6)
 
 
-def test_the_engine_gets_params_whose_gather_overlaps_the_next_forward(scenarios):
+@pytest.mark.ranks(2)
+def test_the_engine_gets_params_whose_gather_overlaps_the_next_forward(hardware, scenarios):
     config = dataclasses.replace(TINY, ranks=2)
-    for at_once, late in run_ranks(scenarios.loops_with_and_without_overlap, 2, config):
+    for at_once, late in run_ranks(scenarios.loops_with_and_without_overlap, 2, config, hardware=hardware):
         assert late.loss == at_once.loss
         assert late.samples == at_once.samples
 
 
-def test_ranks_that_disagree_fail_the_command(tmp_path):
+@pytest.fixture(scope="module")
+def resident(hardware, disk) -> tuple[TrainingConfig, RlSettings, RlComparison]:
+    """A loop in which nothing streams, though a lossy moment format is set."""
     config = dataclasses.replace(TINY, layers=1)
-    settings = settings_in(tmp_path, ())
-    [one] = run_ranks(compare_rl_on_rank, 1, config, settings)
+    settings = settings_in(disk, ("--stream-optimizer-state-moment-dtype", "bf16"))
+    [comparison] = run_ranks(compare_rl_on_rank, 1, config, settings, hardware=hardware)
+    return config, settings, comparison
+
+
+def test_what_does_not_stream_must_be_equal_whatever_the_moment_format(resident):
+    config, settings, one = resident
+    assert rl_verdict(config, settings, [one]).passed
+    other = dataclasses.replace(one, difference="the loss of step 1")
+    assert not rl_verdict(config, settings, [other]).passed
+    assert rl_verdict(config, settings, [dataclasses.replace(other, streams=True)]).passed
+
+
+def test_ranks_that_disagree_fail_the_command(resident):
+    config, settings, one = resident
     assert rl_verdict(config, settings, [one, one]).passed
     for change, text in (
         ({"samples": [*one.asked.samples[:-1], "else"]}, "the samples of rank 1 are not those of rank 0"),
@@ -153,6 +176,7 @@ def test_ranks_that_disagree_fail_the_command(tmp_path):
 LOOP = ["train", "--rl-steps", "2", "--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32"]
 
 
+@pytest.mark.ranks(2)
 def test_the_command_on_two_ranks(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([*LOOP, "--ranks", "2", *SHARED, "--bucket-numel", "8192", "--json", "summary.json"]) == 0
@@ -168,6 +192,7 @@ def test_the_command_on_two_ranks(tmp_path, monkeypatch, capsys):
     assert sorted(path.name for path in folder.iterdir()) == ["report.html", "summary.json"]
 
 
+@pytest.mark.ranks(2)
 def test_a_rank_out_of_memory_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([*LOOP, "--ranks", "2", *SHARED, "--device-memory", "300000"]) == 1
@@ -196,8 +221,8 @@ def test_the_page_calls_streamed_what_streams(tmp_path, monkeypatch, flags, name
     assert ("<dt>State on the device, streamed</dt>" in text) is bound
 
 
-@pytest.mark.parametrize("flags", [("--stream-optimizer-state-to-disk",), ()])
-def test_lossy_moments_are_judged_by_their_tolerance_where_they_stream(tmp_path, monkeypatch, capsys, flags):
+def test_streamed_lossy_moments_are_judged_by_their_tolerance(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main([*LOOP, *flags, "--stream-optimizer-state-moment-dtype", "bf16"]) == 0
-    assert ("the tolerance, lr x steps" in capsys.readouterr().out) is bool(flags)
+    flags = ["--stream-optimizer-state-to-disk", "--stream-optimizer-state-moment-dtype", "bf16"]
+    assert main([*LOOP, *flags]) == 0
+    assert "the tolerance, lr x steps, is 0.002" in capsys.readouterr().out
