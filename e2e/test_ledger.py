@@ -68,7 +68,13 @@ def resident(rank: int, config: TrainingConfig) -> Measured:
 
 
 def streamed(
-    rank: int, config: TrainingConfig, directory: str, *, born_evicted: bool = True, keep_a_slot: bool = False
+    rank: int,
+    config: TrainingConfig,
+    directory: str,
+    *,
+    born_evicted: bool = True,
+    keep_a_slot: bool = False,
+    checkpoint: str | None = None,
 ) -> Measured:
     flags = {
         "stream_optimizer_state_to_disk": True,
@@ -103,6 +109,10 @@ def streamed(
         for _ in range(config.steps):
             trainer.train_step()
             ledger.sample()
+        if checkpoint is not None:
+            for call in (stores[0].save_to, stores[0].load_from):
+                call(checkpoint)
+                ledger.sample()
         bound = sum(store.streamer.engine.device_bytes_bound + store.resident_bytes for store in stores)
         return Measured(
             *elements(trainer),
@@ -154,6 +164,12 @@ def test_without_streaming_construction_main_params_are_seen_and_a_warning_says_
 def test_a_slot_that_somebody_keeps_shows_above_the_bound(tmp_path):
     measured = run(streamed, CONFIG, str(tmp_path), keep_a_slot=True)
     assert measured.peak > measured.bound
+
+
+def test_a_save_and_a_load_leave_the_device_as_it_was(tmp_path):
+    without = run(streamed, CONFIG, str(tmp_path / "without"))
+    saved = run(streamed, CONFIG, str(tmp_path / "with"), checkpoint=str(tmp_path / "checkpoint"))
+    assert (saved.peak, saved.end) == (without.peak, without.end)
 
 
 def test_gradients_reduced_in_bf16_are_upcast_all_at_once_when_resident():
