@@ -180,14 +180,15 @@ def test_memory_and_files_are_after_a_save_what_they_were_before(base):
 
     def held():
         files = sum(size for _, size in streamed.streamer.store.backend.list())
-        return files, streamed.streamer.engine.slots, disk.open_descriptors(), threading.active_count()
+        return files, streamed.streamer.engine.slots, disk.open_descriptors(), set(threading.enumerate())
 
     before = held()
     for background in (False, True):
         streamed.save_to(base, background=background)
         streamed.wait_for_save()
         files, slots, descriptors, threads = held()
-        assert (files, descriptors, threads) == (before[0], before[2], before[3])
+        assert (files, descriptors) == (before[0], before[2])
+        assert threads <= before[3]  # what other tests left may end meanwhile
         assert [slot.data_ptr() for slot in slots] == [slot.data_ptr() for slot in before[1]]
 
 
