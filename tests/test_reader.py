@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from optstream.backends.errors import StorageError
 from optstream.backends.fake import FakeSystem
 from optstream.backends.nvme import NvmeBackend
 from optstream.backends.reader import DirectoryReader
-from optstream.harness.faults import Injector, Kind, Operation, sweep
+from optstream.harness.faults import FaultPlan, Injector, Kind, Operation
 from optstream.harness.faulty_system import FaultySystem
+from optstream.harness.sweeps import strike_each
 
 pytestmark = pytest.mark.unit
 
@@ -24,17 +23,19 @@ def test_every_operation_of_a_reader_fails_with_a_typed_error(operation, sticky)
     with backend, backend.create("f", 5) as file:
         file.write_from(0, memoryview(bytearray(b"bytes")))
     before = disk.open_descriptors()
-    for plan in itertools.islice(sweep(Kind.EIO, operation, sticky=sticky), 20):
+
+    def live(plan: FaultPlan) -> bool:
         injector = Injector(plan)
         reader = DirectoryReader("/disk/a", system=FaultySystem(disk, injector))
         failed = False
-        for call in (reader.names, lambda reader=reader: reader.read("f")):
+        for call in (reader.names, lambda: reader.read("f")):
             try:
                 call()
             except StorageError:
                 failed = True
         assert disk.open_descriptors() == before
         assert failed == bool(injector.injected)
-        if not failed:
-            return
-    raise AssertionError("after 20 passes there is still an operation to strike")
+        return failed
+
+    command = "pytest tests/test_reader.py"
+    strike_each(Kind.EIO, operation, live, sticky=sticky, passes_max=20, command=command)

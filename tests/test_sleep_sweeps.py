@@ -6,7 +6,6 @@ failed wake can be tried again, and no wrong byte ever gets into the trainer. Af
 
 from __future__ import annotations
 
-import itertools
 import threading
 
 import pytest
@@ -18,8 +17,10 @@ from optstream.backends.nvme import NvmeBackend
 from optstream.core.device_memory import Parked, ReleasedStorages
 from optstream.core.errors import CorruptionError
 from optstream.core.parking import DiskParking
-from optstream.harness.faults import FaultyBackend, Injector, Kind, Operation, sweep
+from optstream.harness.faults import FaultPlan, FaultyBackend, Injector, Kind
 from optstream.harness.faulty_system import FaultySystem
+from optstream.harness.life import Layer
+from optstream.harness.sweeps import once_and_from_then_on, strike_each
 
 pytestmark = pytest.mark.unit
 
@@ -28,37 +29,12 @@ CHUNK_BYTES = 32 << 10  # Transfers of 8 KiB: several of them in flight, and sev
 PASSES_MAX = 500
 SLEEPS = 2  # The second one finds its file there.
 
-AROUND = [
-    *((Kind.EIO, operation) for operation in Operation if operation in ("create", "open", "read", "write")),
-    (Kind.EIO, Operation.FREE),
-    (Kind.EIO, Operation.CLOSE),
-    (Kind.ENOSPC, Operation.CREATE),
-    (Kind.ENOSPC, Operation.WRITE),
-    (Kind.SHORT, Operation.READ),
-    (Kind.SHORT, Operation.WRITE),
-    (Kind.LOST, Operation.WRITE),
-    (Kind.TORN, Operation.WRITE),
-    (Kind.MISDIRECTED, Operation.WRITE),
-    (Kind.STALE, Operation.READ),
-    (Kind.BIT_FLIP, Operation.READ),
-    (Kind.BIT_FLIP, Operation.WRITE),
-]
-BELOW = [
-    *((Kind.EIO, Operation(name)) for name in ("open", "read", "write", "create", "remove", "list", "close")),
-    (Kind.ENOSPC, Operation.WRITE),
-    (Kind.EINTR, Operation.READ),
-    (Kind.EINTR, Operation.WRITE),
-    (Kind.SHORT, Operation.READ),
-    (Kind.SHORT, Operation.WRITE),
-]
-HARMLESS_BELOW = (Kind.EINTR, Kind.SHORT)  # What a kernel may do at any time: nothing may come of it.
-
 
 class Trainer:
     """Tensors of several storages, their values, and the disk that they go to."""
 
-    def __init__(self, injector: Injector, *, below: bool) -> None:
-        self.injector, self._below = injector, below
+    def __init__(self, injector: Injector, layer: Layer) -> None:
+        self.injector, self._below = injector, layer is Layer.BELOW
         self.system = FakeSystem()
         generator = torch.Generator().manual_seed(1)
         self.held = [torch.randint(256, (size,), dtype=torch.uint8, generator=generator) for size in SIZES]
@@ -105,7 +81,7 @@ class Trainer:
         return False
 
 
-def live(trainer: Trainer) -> None:
+def sleep_and_wake_all(trainer: Trainer) -> None:
     try:
         parking = trainer.open()
     except OptstreamError as error:
@@ -119,38 +95,30 @@ def live(trainer: Trainer) -> None:
         trainer.attempt(parking.close)
 
 
-def cases(kinds: list[tuple[Kind, Operation]], *, below: bool) -> list:
-    return [
-        pytest.param(kind, operation, below, sticky, id=f"{kind}@{operation}{'+' * sticky}{' below' * below}")
-        for kind, operation in kinds
-        for sticky in (False, True)
-        if not (sticky and below and kind in HARMLESS_BELOW)  # Calls that never get anywhere.
-    ]
-
-
 @pytest.mark.parametrize(
-    ("kind", "operation", "below", "sticky"), cases(AROUND, below=False) + cases(BELOW, below=True)
+    ("kind", "operation", "layer", "sticky"),
+    [case for layer in Layer for case in once_and_from_then_on(layer, without=(Kind.CRASH,))],
+    ids=str,
 )
-def test_every_operation_of_a_sleep_and_a_wake(kind, operation, below, sticky):
+def test_every_operation_of_a_sleep_and_a_wake(kind, operation, layer, sticky):
     before = set(threading.enumerate())
-    struck = 0
-    for plan in itertools.islice(sweep(kind, operation, sticky=sticky), PASSES_MAX):
-        with plan.explained("pytest tests/test_sleep_sweeps.py"):
-            injector = Injector(plan)
-            trainer = Trainer(injector, below=below)
-            live(trainer)
-            if not injector.injected:
-                break
-            struck += 1
-            if below and kind in HARMLESS_BELOW:
-                assert trainer.errors == []
-            assert all(error.path and "\n" not in str(error) for error in trainer.errors)
-            assert trainer.system.open_descriptors() == 0
-            assert set(threading.enumerate()) <= before
-            # What could not be removed goes with the next start, and the place is free for it.
-            injector.armed = False
-            trainer.open().close()
-            assert trainer.system.files() == []
-    else:
-        raise AssertionError(f"after {PASSES_MAX} passes there is still an operation to strike")
-    assert struck
+
+    def live(plan: FaultPlan) -> bool:
+        injector = Injector(plan)
+        trainer = Trainer(injector, layer)
+        sleep_and_wake_all(trainer)
+        if not injector.injected:
+            return False
+        if kind in layer.harmless:
+            assert trainer.errors == []
+        assert all(error.path and "\n" not in str(error) for error in trainer.errors)
+        assert trainer.system.open_descriptors() == 0
+        assert set(threading.enumerate()) <= before
+        # What could not be removed goes with the next start, and the place is free for it.
+        injector.armed = False
+        trainer.open().close()
+        assert trainer.system.files() == []
+        return True
+
+    command = "pytest tests/test_sleep_sweeps.py"
+    assert strike_each(kind, operation, live, sticky=sticky, passes_max=PASSES_MAX, command=command)
