@@ -12,7 +12,7 @@ The trailer says what the rest should be: see `integrity.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,6 +70,14 @@ class Bucket:
     @cached_property
     def payload_numel(self) -> int:
         return sum(piece.numel for piece in self.pieces)
+
+    def padding(self, length: int) -> Iterator[slice]:
+        """What lies between and behind the pieces in a segment of `length` elements."""
+        end = 0
+        for piece in self.pieces:
+            yield slice(end, piece.span.start)
+            end = piece.span.stop
+        yield slice(end, length)
 
 
 def plan_buckets(entries: Sequence[Entry], bucket_numel: int) -> tuple[Bucket, ...]:

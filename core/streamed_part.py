@@ -8,7 +8,7 @@ import torch
 
 from optstream.core.memory import allocate_host
 from optstream.core.placement import Placement, Region, regions_of
-from optstream.core.plan import SEGMENTS, Bucket
+from optstream.core.plan import SEGMENTS
 from optstream.core.state_part import StatePart, Values
 from optstream.core.store import BucketStore
 from optstream.core.streamer import StateStreamer
@@ -50,7 +50,9 @@ class StreamedPart(StatePart):
         if self._place is None:
             self._place = allocate_host(store.place_bytes)
         values = _values(store, block, self._place)
-        _zero_padding(self._streamer.buckets[block], values)
+        for segment in values.values():
+            for padding in self._streamer.buckets[block].padding(len(segment)):
+                segment[padding].zero_()
         return values
 
     def flush_block(self, block: int, step: int) -> None:
@@ -88,16 +90,6 @@ class StreamedSnapshot:
 
     def close(self) -> None:
         self._files.close()
-
-
-def _zero_padding(bucket: Bucket, values: Values) -> None:
-    """What lies between and behind the pieces, which nothing else writes."""
-    for segment in values.values():
-        end = 0
-        for piece in bucket.pieces:
-            segment[end : piece.span.start].zero_()
-            end = piece.span.stop
-        segment[end:].zero_()
 
 
 def _values(store: BucketStore, block: int, memory: torch.Tensor) -> Values:

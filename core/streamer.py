@@ -205,12 +205,12 @@ class StateStreamer:
             if not pieces:
                 continue
             extent = layout.segments["main"]
-            main = place[extent.offset : extent.end]
+            values = place[extent.offset : extent.end].view(torch.float32)
             if len(pieces) < len(bucket.pieces):
                 self.store.read_bucket(bucket.index, place)
             else:
-                main.zero_()
-            values = main.view(torch.float32)
+                for padding in bucket.padding(len(values)):
+                    values[padding].zero_()
             for piece in pieces:
                 # Cast where the values are: a cross-dtype copy to pinned memory is far slower.
                 values[piece.span].copy_(source(piece).detach().float())
