@@ -20,7 +20,7 @@ import random
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -141,7 +141,6 @@ class Life:
         self._failed = False
         self._settled = 0
         self._suspect: list[Injected] = []  # Faults that struck the checkpoint, where only a load finds them.
-        self._left_by_the_dead: set[str] = set()
         self._threads = _threads()
         self._descriptors = storage.descriptors()
         self._random = random.Random(plan.seed)
@@ -171,10 +170,10 @@ class Life:
             )
 
         self._refuses = self._failed = False
+        left_before = self.storage.files(SCRATCH)
         if not self._attempt("construct", construct):
-            self._check_nothing_left("a failed construction")
+            self._check_nothing_left("a failed construction", left_before)
             return False
-        self._left_by_the_dead = set()
         return True
 
     def step(self) -> bool:
@@ -409,7 +408,6 @@ class Life:
             engine.close()
         self._settle(detected=True)
         end(self.storage.fake)
-        self._left_by_the_dead = set(self.storage.files(SCRATCH))
         self._descriptors = self.storage.descriptors()
         if not self.construct():
             return False
@@ -466,14 +464,14 @@ class Life:
         self._refuses, self._failed = False, True
         return False
 
-    def _check_nothing_left(self, what: str) -> None:
+    def _check_nothing_left(self, what: str, left_before: Iterable[str] = ()) -> None:
         armed, self.injector.armed = self.injector.armed, False
         if extra := _threads() - self._threads:
             self.verdict.leaks.append(f"{what} left threads: {sorted(extra)}")
         if (now := self.storage.descriptors()) > self._descriptors:
             self.verdict.leaks.append(f"{what} left {now - self._descriptors} descriptors")
         # A start that fails before it could reclaim what a dead run left has not left that itself.
-        left = sorted(set(self.storage.files(SCRATCH)) - self._left_by_the_dead)
+        left = sorted(set(self.storage.files(SCRATCH)).difference(left_before))
         if left and not self._clean_up_was_struck():
             self.verdict.leaks.append(f"{what} left {left}")
         # Whatever is left, for whatever reason, goes with the next start.
@@ -483,7 +481,6 @@ class Life:
             self.verdict.leaks.append(f"{what} left a claim: {error}")
         if left := self.storage.files(SCRATCH):
             self.verdict.leaks.append(f"after {what}, the next start left {left}")
-        self._left_by_the_dead = set()
         self.injector.armed = armed
 
     def _clean_up_was_struck(self) -> bool:
