@@ -14,6 +14,7 @@ import torch
 
 from optstream.core.megatron import MegatronStateStore
 from optstream.harness.training import Trainer, parallel_state
+from optstream.harness.training_config import TrainingConfig
 from optstream.harness.training_state import NamedShard, named_shards, resident_state
 
 SEGMENTS = ("main", "exp_avg", "exp_avg_sq")
@@ -157,16 +158,22 @@ def _located(trainer: Trainer, shard: NamedShard, values: dict[str, torch.Tensor
 def _global_name(trainer: Trainer, name: str) -> str:
     config = trainer.config
     name = name[name.index("chunk0.") :]
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    name = shifted(name, r"(?<=\blayers\.)\d+", stage * (config.layers // config.pp))
+    name = numbered_over_stages(config, name)
     if config.experts:
         first = parallel_state.get_expert_model_parallel_rank() * (config.experts // config.ep)
-        name = shifted(name, r"(?<=\blocal_experts\.)\d+", first)
+        name = _shifted(name, r"(?<=\blocal_experts\.)\d+", first)
     if config.tied_embeddings:  # The last stage's copy is the same parameter.
         name = name.replace("output_layer.weight", "embedding.word_embeddings.weight")
     return name
 
 
-def shifted(name: str, number: str, by: int) -> str:
+def numbered_over_stages(config: TrainingConfig, name: str, virtual_stage: int = 0) -> str:
+    """The name of a parameter of this pipeline stage, its layers numbered over the whole model."""
+    place = virtual_stage * config.pp + parallel_state.get_pipeline_model_parallel_rank()
+    first_layer = place * (config.layers // (config.pp * config.virtual_stages))
+    return _shifted(name, r"(?<=\blayers\.)\d+", first_layer)
+
+
+def _shifted(name: str, number: str, by: int) -> str:
     """`name` with `by` added to the number that the pattern finds."""
     return re.sub(number, lambda found: str(int(found[0]) + by), name)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from optstream.core.device_memory import Parked, ReleasedStorages
 from optstream.core.memory import allocate_host
 from optstream.harness.device_budget import BudgetedStorages, CudaBudget, DeviceBudget
-from optstream.harness.global_state import shifted
+from optstream.harness.global_state import numbered_over_stages
 from optstream.harness.simulated_cuda import quiet_megatron_import
 from optstream.harness.training import Trainer, gpt_model, parallel_state, transformer_config
 from optstream.harness.training_config import TrainingConfig
@@ -141,11 +141,9 @@ def _whole_depth(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _numbered(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor]]:
     """This stage's weights, their layers numbered over the whole model."""
-    config, stage = trainer.config, parallel_state.get_pipeline_model_parallel_rank()
+    config = trainer.config
     for virtual_stage, chunk in enumerate(trainer.model):
-        place = virtual_stage * config.pp + stage
-        first_layer = place * (config.layers // (config.pp * config.virtual_stages))
         for name, param in chunk.module.named_parameters():
             # The last stage's copy of tied embeddings is no weight of a model without stages.
             if not (config.tied_embeddings and "output_layer" in name):
-                yield shifted(name, r"(?<=\blayers\.)\d+", first_layer), param.detach()
+                yield numbered_over_stages(config, name, virtual_stage), param.detach()
