@@ -22,6 +22,7 @@ from optstream.core.megatron import (
 from optstream.core.trainer_offload import TrainerOffload, trainer_offload
 from optstream.core.validator import STREAM, validate_arguments
 from optstream.harness.device_budget import BudgetedStorages, CudaBudget, DeviceBudget
+from optstream.harness.diary import Diary
 from optstream.harness.errors import DeviceMemoryError
 from optstream.harness.final_state import Final, digest_of, final_of
 from optstream.harness.ledger import STATE, Ledger, gradient_roots, resident_roots, streamed_roots
@@ -129,6 +130,7 @@ class _Job:
         self._ledger = Ledger()
         self._trainer: Trainer | None = None
         self._stores: list[MegatronStateStore] = []
+        self._diary = Diary(())
         self._offload: TrainerOffload | None = None
         self._progress = progress or (lambda name, step: None)
         self._step = 0
@@ -204,6 +206,7 @@ class _Job:
             observe=self._ledger.sample,
         )
         roots = streamed_roots(self._stores) if self._streams else resident_roots(optimizer)
+        self._diary = Diary(self._stores)
         self._device.name("optimizer state", roots)
         self._ledger.follow(STATE, roots)
 
@@ -237,6 +240,7 @@ class _Job:
                     self._result.loss.append(trainer.train_step().loss)
             finally:
                 del trainer.optimizer.step
+        self._diary.turn_page()
 
     def _sleep(self) -> None:
         if self._offload is not None:
@@ -257,7 +261,7 @@ class _Job:
         result.final = final_of(self._trainer, self._stores if self._streams else None)
         result.digest = digest_of(result.final)
         # Reading the final state has drained the stores: the records' bytes are final.
-        for records in zip(*(store.records for store in self._stores), strict=True):
+        for records in self._diary.steps:
             result.read_bytes.append(sum(record.read_bytes for record in records))
             result.written_bytes.append(sum(record.written_bytes for record in records))
         engines = [store.streamer.engine for store in self._stores]
