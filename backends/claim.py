@@ -10,7 +10,8 @@ run left:
 - A clean close removes the file, so files that it leaves behind are kept on purpose.
 - A dead owner's file is unlocked and still holds its record: its files are leftovers and are removed, by
   the next claimant of the same directory or by the sweep of any later claimant nearby, unless the record
-  says `keep`.
+  says `keep`. The record is on stable storage before any other file is made, and is only ever overwritten
+  in place: after a power cut, too, there is one.
 
 Whoever has taken the lock checks that the locked file is still the one under that name, and starts over
 otherwise: a sweep may have removed it between the opening and the locking.
@@ -47,7 +48,8 @@ from optstream.backends.system import System
 PATIENCE_TRIES, RETRY_S = 20, 0.05
 # Removing a dead run's hundreds of gigabytes takes a while; the sweep says that it is at it.
 RECLAIMING_TRIES = 2400
-RECORD_BYTES_MAX = 4096
+# Every record fills one sector, which a disk writes whole or not at all.
+RECORD_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -197,14 +199,16 @@ def _try_lock(system: System, directory: int, root: str, *, keep: bool) -> tuple
             return None, read_owner(system, lock)
         if not is_still_named(system, lock, CLAIM_NAME, directory):
             return None, None
+        blank = not system.fstat(lock).st_size
         try:
             previous = read_owner(system, lock)
             if previous is not None and not previous.keep:
                 remove_files(system, directory)
             write_owner(system, lock, Owner.of_this_process(system, keep=keep))
+            system.sync(lock)
         except OSError:
-            if not system.fstat(lock).st_size:
-                # Without a record it says nothing, and a full disk would be left fuller than before.
+            if blank:
+                # Nobody's before, and nobody's now: a full disk must not be left fuller than it was.
                 system.unlink(CLAIM_NAME, dir_fd=directory)
             raise
         taken = True
@@ -228,7 +232,7 @@ def is_still_named(system: System, descriptor: int, name: str, directory: int) -
 
 def read_owner(system: System, lock: int) -> Owner | None:
     """The record in a claim file; None where there is none yet, or a crash tore it."""
-    buffer = bytearray(RECORD_BYTES_MAX)
+    buffer = bytearray(RECORD_BYTES)
     length = _transfer(system.preadv, lock, memoryview(buffer))
     try:
         record = json.loads(buffer[:length])
@@ -238,8 +242,7 @@ def read_owner(system: System, lock: int) -> Owner | None:
 
 
 def write_owner(system: System, lock: int, owner: Owner) -> None:
-    record = json.dumps(asdict(owner)).encode()
-    system.ftruncate(lock, 0)
+    record = json.dumps(asdict(owner)).encode().ljust(RECORD_BYTES)
     if _transfer(system.pwritev, lock, memoryview(record)) != len(record):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -7,6 +7,7 @@ import errno
 import json
 import mmap
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -15,6 +16,7 @@ import tempfile
 import textwrap
 import threading
 import warnings
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -235,6 +237,34 @@ def test_a_claimant_waits_for_the_sweep_that_holds_the_lock(tmp_path, start_chil
         sweeper.join()
         assert list(backend.list()) == []
         assert (tmp_path / "runs/one" / CLAIM_NAME).exists()
+
+
+class PowerCut(BaseException):
+    """Nothing goes on after it."""
+
+
+class CutWhileReclaiming(FakeSystem):
+    cut = False
+
+    def unlink(self, path, *, dir_fd=None):
+        if self.cut:
+            raise PowerCut
+        super().unlink(path, dir_fd=dir_fd)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_what_a_power_cut_leaves_is_known_to_be_a_dead_runs(seed):
+    """Whatever of the unsynced bytes survives; also where it cuts a neighbour's reclaiming short."""
+    system, rng = CutWhileReclaiming(), random.Random(seed)
+    claim("/disk", system=system).create("state", 100).close()
+    system.crash(rng)
+    system.cut = True
+    with suppress(PowerCut):
+        claim("/disk", "runs/two", system=system)
+    system.cut = False
+    system.crash(rng)
+    claim("/disk", "runs/three", system=system).close(remove_files=True)
+    assert system.files() == []
 
 
 def test_many_claimants_of_one_place_and_one_wins(tmp_path):
