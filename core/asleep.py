@@ -50,12 +50,7 @@ class _Asleep:
         if function in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        name = getattr(function, "__name__", function)
-        raise AsleepError(
-            "the trainer is asleep",
-            why=f"{name} needs memory that the rollout engines have meanwhile",
-            remedy="Call wake_up() first",
-        )
+        raise _asleep_error(getattr(function, "__name__", function))
 
     def __repr__(self) -> str:
         return f"<asleep {_awake_class(type(self)).__name__} of shape {tuple(self.shape)}>"
@@ -67,10 +62,24 @@ def put_to_sleep(tensor: torch.Tensor) -> None:
         tensor.__class__ = _asleep_class(type(tensor))
 
 
+def refuse_asleep(tensors: Iterable[torch.Tensor], what: str) -> None:
+    """Raise AsleepError, before `what` has begun, if any of `tensors` is asleep."""
+    if any(isinstance(tensor, _Asleep) for tensor in tensors):
+        raise _asleep_error(what)
+
+
 def awaken(tensor: torch.Tensor) -> None:
     """`tensor` is what it was before `put_to_sleep`."""
     if isinstance(tensor, _Asleep):
         tensor.__class__ = _awake_class(type(tensor))
+
+
+def _asleep_error(what: object) -> AsleepError:
+    return AsleepError(
+        "the trainer is asleep",
+        why=f"{what} needs memory that the rollout engines have meanwhile",
+        remedy="Call wake_up() first",
+    )
 
 
 @functools.cache

@@ -27,6 +27,9 @@ class Parked:
 class DeviceMemory(Protocol):
     """Takes the memory of storages away and gives them some again; contents are the caller's business."""
 
+    def check(self, parked: Sequence[Parked]) -> None:
+        """Raises UnsupportedError for memory that cannot be taken away."""
+
     def release(self, parked: Sequence[Parked]) -> None: ...
 
     def restore(self, parked: Sequence[Parked]) -> None:
@@ -39,7 +42,7 @@ class ReleasedStorages:
     Addresses are others afterwards: nothing may have remembered one (a captured CUDA graph does).
     """
 
-    def release(self, parked: Sequence[Parked]) -> None:
+    def check(self, parked: Sequence[Parked]) -> None:
         for each in parked:
             if not each.storage.resizable():
                 raise UnsupportedError(
@@ -48,6 +51,8 @@ class ReleasedStorages:
                     "allocate",
                     remedy="Install and hook torch-memory-saver, or drop --offload-train",
                 )
+
+    def release(self, parked: Sequence[Parked]) -> None:
         for each in parked:
             each.storage.resize_(0)
         for device in {each.storage.device for each in parked if each.storage.device.type != "cpu"}:
@@ -75,6 +80,9 @@ class MemorySaver:
     def region(self):
         """A context: what is allocated in it can be released."""
         return self._saver.region(tag=self.TAG)
+
+    def check(self, parked: Sequence[Parked]) -> None:
+        return None
 
     def release(self, parked: Sequence[Parked]) -> None:
         self._saver.pause(self.TAG)

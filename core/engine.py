@@ -231,7 +231,7 @@ class Engine:
             raise PoisonedError(
                 "the optimizer state is not usable",
                 why=f"an earlier call failed ({_described(self._failure)}), maybe with some buckets updated",
-                remedy="Load a checkpoint to go on in this process, or restart from one",
+                remedy="Load a checkpoint with load_from to go on in this process, or restart from one",
                 cause=self._failure,
             )
 

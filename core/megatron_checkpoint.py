@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from optstream.core import checkpoint, param_groups
+from optstream.core.asleep import refuse_asleep
 from optstream.core.checkpoint import Ranks, Saver
 from optstream.core.manifest import Manifest
 from optstream.core.megatron_placements import LAYERS_TOGETHER, Placements, placements_of
@@ -74,6 +75,10 @@ class Link(ABC):
     @abstractmethod
     def restore_group_step(self, group: int, step: int) -> None: ...
 
+    def refuse_asleep(self, what: str) -> None:
+        """Raise AsleepError, on every rank, where the trainer is asleep."""
+        return
+
     def restoring(self) -> AbstractContextManager[None]:
         """Around a restore: an error inside it leaves the optimizer refusing to step."""
         return nullcontext()
@@ -121,6 +126,9 @@ class MegatronLink(Link):
             [placement.key for param in (*native, *half) for placement in self.placements[param]]
             for native, half in zip(megatron.model_fp32_groups, megatron.model_float16_groups, strict=True)
         ]
+
+    def refuse_asleep(self, what: str) -> None:
+        refuse_asleep(self._megatron.model_param_gbuf_map, what)
 
     def placements_for(self, stored: Manifest | None) -> Placements:
         """By the names that a checkpoint has: Megatron's own may keep the layers of a model in one tensor."""
@@ -254,6 +262,8 @@ class ChainCheckpoints:
         **directory: object,
     ) -> None:
         """Save the chain below `base_dir`, unless that was done for a sibling of link `position` just now."""
+        for link in self._links:
+            link.refuse_asleep("saving")
         path = os.path.abspath(base_dir)
         if self._saved_for is not None and self._saved_for[0] == path and position in self._saved_for[1]:
             self._saved_for[1].remove(position)
@@ -271,9 +281,10 @@ class ChainCheckpoints:
         """Restore link `position`. True if it was; False if the trainer accepts a fresh state.
 
         Raises CheckpointError for a missing, incomplete, damaged or unfitting checkpoint; all ranks raise."""
+        link = self._links[position]
+        link.refuse_asleep("loading")
         self.forget()
         self.wait()
-        link = self._links[position]
         if not self._policy.load_optimizer:
             link.start_afresh()
             return False

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from optstream.backends.interface import Backend
+from optstream.core.asleep import refuse_asleep
 from optstream.core.config import StreamConfig
 from optstream.core.errors import OptstreamError, UnsupportedError
 from optstream.core.formats import moment_warning
@@ -93,6 +94,7 @@ class StreamingAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update. Raises typed storage errors; after one, PoisonedError until the state is restored."""
+        refuse_asleep(self._params, "a step")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -122,6 +124,7 @@ class StreamingAdamW(torch.optim.AdamW):
 
     def reload_model_params(self) -> None:
         """Take the main params anew from the parameters; moments and step counts stay."""
+        refuse_asleep(self._params, "reloading")
         self._reload(range(len(self._params)))
 
     def full_state(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -156,6 +159,7 @@ class StreamingAdamW(torch.optim.AdamW):
         iteration: the trainer's count of steps; by default the optimizer's. background: return as soon as the
         state of this moment is sure to be what is saved; steps may go on. See `core.checkpoint.Saver`.
         The model's weights are not in it, but the main params are, from which the weights come back."""
+        refuse_asleep(self._params, "saving")
         self._checkpoints.save(checkpoint_directory(base_dir), iteration=iteration, background=background)
 
     def load_from(
@@ -166,6 +170,7 @@ class StreamingAdamW(torch.optim.AdamW):
         Params are matched by name (of their place in the groups, where they were given without names). What
         earlier steps left, also failed ones, is forgotten. keep_schedule: learning rates and weight decay
         stay as they are now. Returns True. Raises CheckpointError for what does not fit or is damaged."""
+        refuse_asleep(self._params, "loading")
         self._checkpoints.load(checkpoint_directory(base_dir), self._publish, keep_schedule=keep_schedule)
         return True
 

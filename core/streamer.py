@@ -6,13 +6,10 @@ is here. Parameters are known by entry: one shard each, cut into pieces by the p
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from multiprocessing.util import Finalize
 
 import torch
 
@@ -21,6 +18,7 @@ from optstream.backends.interface import Backend
 from optstream.core.config import StreamConfig
 from optstream.core.copies import copies_for
 from optstream.core.engine import Engine
+from optstream.core.finalizer import Finalizer
 from optstream.core.formats import segment_formats
 from optstream.core.plan import SEGMENTS, Entry, Piece, plan_buckets
 from optstream.core.records import StepRecord
@@ -106,9 +104,7 @@ class StateStreamer:
             undo.callback(self.engine.close)
             self._write_main(source, range(len(self.entries)))
             undo.pop_all()
-        self._finalizer = weakref.finalize(self, _abandon, self.engine, self.store, os.getpid())
-        # Children that multiprocessing forked end without Python's exit handlers, but not without its own.
-        Finalize(self, self._finalizer, exitpriority=0)
+        self._finalizer = Finalizer(self, _abandon, self.engine, self.store)
 
     @property
     def counts(self):
@@ -155,6 +151,14 @@ class StateStreamer:
         except BaseException as error:
             self.engine.poison(error)
             raise
+
+    def leave_device(self) -> None:
+        """The state is in its files, and none of it on the device, until the next step.
+
+        Raises the failure of an earlier operation that has left it half-updated."""
+        self.engine.drain()
+        if self.engine.staged and self.engine.slots:
+            self.engine.reset()  # Slots that were kept; the next step reads their buckets again.
 
     def state(self) -> Iterator[PieceState]:
         """Every piece's state, bucket by bucket: at most one bucket in host memory at a time."""
@@ -220,12 +224,10 @@ class StateStreamer:
             )
 
 
-def _abandon(engine: Engine, store: BucketStore, owner: int) -> None:
-    if os.getpid() != owner:
-        return  # A forked child has neither the threads nor the claim, and the files are its parent's.
+def _abandon(engine: Engine, store: BucketStore) -> None:
     if engine.runs(threading.current_thread()):
         # The garbage collector may run anywhere, also on a thread that closing has to wait for.
-        threading.Thread(target=_abandon, args=(engine, store, owner), name="optstream-close").start()
+        threading.Thread(target=_abandon, args=(engine, store), name="optstream-close").start()
         return
     try:
         engine.close()

@@ -12,10 +12,7 @@ sleeping answers a device that is shared between steps.
 from __future__ import annotations
 
 import argparse
-import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,26 +22,13 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from optstream.backends import open_backend
 from optstream.backends.interface import Backend
 from optstream.core.agreement import raise_together
-from optstream.core.asleep import awaken, put_to_sleep
 from optstream.core.config import MIB
-from optstream.core.device_memory import DeviceMemory, Parked, device_memory
+from optstream.core.device_memory import DeviceMemory
 from optstream.core.evicted import is_evicted
 from optstream.core.parking import DiskParking, HostParking, Parking
 from optstream.core.scratch import trainer_subdirectory
+from optstream.core.sleeper import Moved, Sleeper
 from optstream.core.validator import CHUNK, TARGET, TRAIN, disk_directories, validate_arguments
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What one `sleep` or `wake_up` moved off or onto the device of this rank."""
-
-    bytes: int
-    seconds: float
-
-
-NOTHING = Moved(0, 0.0)
 
 
 def trainer_offload(
@@ -78,7 +62,7 @@ def trainer_offload(
     except Exception as error:
         failure = error
     try:
-        raise_together(failure, None, _agreement_device())
+        _agree(failure)
     except Exception:
         if parking is not None:
             parking.close()
@@ -104,42 +88,24 @@ class TrainerOffload:
     ) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._parking = parking
-        self._memory = memory or device_memory()
-        self._asleep: tuple[list[torch.Tensor], list[Parked]] | None = None
+        self._sleeper = Sleeper(parking, memory=memory, agree=_agree)
 
     @property
     def is_asleep(self) -> bool:
-        return self._asleep is not None
+        return self._sleeper.is_asleep
 
     @property
     def host_bytes(self) -> int:
         """Host memory that parking has taken, and keeps."""
-        return self._parking.host_bytes
+        return self._sleeper.parking.host_bytes
 
     def sleep(self) -> Moved:
         """Move everything that is resident off the device. Asleep already: nothing happens.
 
-        Pending writes of streamed state end first. Where saving fails on any rank, every rank stays awake,
-        with everything in place, and raises.
+        Pending writes of streamed state end first; a store that refuses to step refuses to sleep. Where that
+        or saving fails on any rank, every rank stays awake, with everything in place, and raises.
         """
-        if self._asleep is not None:
-            return NOTHING
-        started = time.perf_counter()
-        failure = None
-        try:
-            self._settle_streams()
-            tensors = list(trainer_tensors(self._model, self._optimizer))
-            parked = _storages(tensors)
-            self._parking.save(parked)
-        except Exception as error:
-            failure = error
-        raise_together(failure, None, _agreement_device())
-        self._memory.release(parked)
-        for tensor in tensors:
-            put_to_sleep(tensor)
-        self._asleep = tensors, parked
-        return self._moved("asleep", parked, started)
+        return self._sleeper.sleep(self._resident)
 
     def wake_up(self) -> Moved:
         """Bring everything back. Awake already: nothing happens.
@@ -147,45 +113,18 @@ class TrainerOffload:
         Where loading fails on any rank (the device is still full, say), every rank stays asleep and raises;
         it can be tried again.
         """
-        if self._asleep is None:
-            return NOTHING
-        started = time.perf_counter()
-        tensors, parked = self._asleep
-        failure = None
-        try:
-            self._memory.restore(parked)
-            self._parking.load(parked)
-        except Exception as error:
-            failure = error
-        try:
-            raise_together(failure, None, _agreement_device())
-        except Exception:
-            self._memory.release(parked)
-            raise
-        for tensor in tensors:
-            awaken(tensor)
-        self._asleep = None
-        return self._moved("awake", parked, started)
+        return self._sleeper.wake_up()
 
     def close(self) -> None:
         """Give the parked bytes up: a trainer that is asleep is of no use afterwards. Idempotent."""
-        self._parking.close()
+        self._sleeper.close()
 
-    def _settle_streams(self) -> None:
-        """Streamed state is in its files, and none of it on the device."""
+    def _resident(self) -> Iterator[torch.Tensor]:
         for part in _parts(self._optimizer):
             store = getattr(part, "_nvme_state_store", None)
-            if store is None:
-                continue
-            engine = store.streamer.engine
-            engine.drain()
-            if engine.staged and engine.slots:
-                engine.reset()  # slots that were kept for the next step; it reads their buckets again
-
-    def _moved(self, state: str, parked: list[Parked], started: float) -> Moved:
-        moved = Moved(sum(each.size_bytes for each in parked), time.perf_counter() - started)
-        logger.info("trainer %s: %d bytes in %.3f s", state, moved.bytes, moved.seconds)
-        return moved
+            if store is not None:
+                store.streamer.leave_device()
+        return trainer_tensors(self._model, self._optimizer)
 
 
 def trainer_tensors(
@@ -218,20 +157,11 @@ def _present(*tensors: torch.Tensor | None) -> Iterator[torch.Tensor]:
     return (tensor for tensor in tensors if tensor is not None)
 
 
-def _storages(tensors: Sequence[torch.Tensor]) -> list[Parked]:
-    """Each storage under `tensors` once, in their order."""
-    found: dict[int, Parked] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            found.setdefault(storage.data_ptr(), Parked(storage, storage.nbytes()))
-    return list(found.values())
-
-
 def _parts(optimizer: MegatronOptimizer) -> list:
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in chain if not part.is_stub_optimizer]
 
 
-def _agreement_device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+def _agree(failure: Exception | None) -> None:
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    raise_together(failure, None, device)

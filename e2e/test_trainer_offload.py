@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from optstream.backends import open_backend
-from optstream.backends.errors import TransferError
-from optstream.core.errors import AsleepError, RemoteRankError, StreamConfigError
-from optstream.core.trainer_offload import NOTHING, trainer_offload, trainer_tensors
-from optstream.harness.faults import FaultPlan, FaultyBackend
+from optstream.backends.errors import OptstreamError, StorageError, TransferError
+from optstream.core.errors import AsleepError, PoisonedError, RemoteRankError, StreamConfigError
+from optstream.core.sleeper import NOTHING
+from optstream.core.trainer_offload import trainer_offload, trainer_tensors
+from optstream.harness.faults import FaultPlan, FaultyBackend, Injector
 from optstream.harness.launch import run_ranks
 
 pytestmark = pytest.mark.e2e
@@ -126,11 +127,17 @@ def test_asleep_every_use_is_a_clear_error(scenarios, tmp_path, state):
             offload = trainer_offload(args, trainer.model, trainer.optimizer)
             trainer.train_step()
             before = scenarios.everything(trainer, stores)
+            for store in stores:
+                store.save_to(tmp_path / "checkpoint")
             offload.sleep()
             assert offload.is_asleep
             for use in USES.values():
                 with pytest.raises(AsleepError, match="Call wake_up"):
                     use(trainer)
+            for store in stores:
+                for use in (store.save_to, store.load_from):
+                    with pytest.raises(AsleepError, match="Call wake_up"):
+                        use(tmp_path / "checkpoint")
             offload.wake_up()
             assert scenarios.differing(before, scenarios.everything(trainer, stores)) == []
             offload.close()
@@ -238,6 +245,51 @@ def test_a_sleep_that_fails_leaves_the_trainer_awake_and_a_wake_that_fails_aslee
             assert scenarios.differing(before, scenarios.everything(trainer, [])) == []
             trainer.train_step()
             offload.close()
+
+    in_world(check)
+
+
+def test_a_store_that_refuses_to_step_refuses_to_sleep(scenarios, tmp_path):
+    """Asleep, nobody would look at it until training goes on."""
+    args = offload_args(scenarios, tmp_path / "scratch", "disk", True)
+    injector = Injector(FaultPlan.parse("seed=0 EIO@read#2"))
+
+    def failing(directories, *, subdirectory: str):
+        return FaultyBackend(open_backend(directories, subdirectory=subdirectory), injector)
+
+    def check() -> None:
+        with scenarios.training() as (trainer, _):
+            stores = scenarios.setup_optimizer_state_streaming(
+                args, trainer.optimizer, backend_factory=failing, staged=True
+            )
+            offload = trainer_offload(args, trainer.model, trainer.optimizer)
+            injector.armed = False
+            stores[0].save_to(tmp_path / "checkpoint")
+            injector.armed = True
+            with pytest.raises(StorageError):
+                trainer.train_step()
+            with pytest.raises(PoisonedError, match="load_from"):
+                offload.sleep()
+            assert not offload.is_asleep
+            assert stores[0].load_from(tmp_path / "checkpoint")
+            assert offload.sleep().bytes == offload.wake_up().bytes > 0
+            trainer.train_step()
+            offload.close()
+            stores[0].close()
+
+    in_world(check)
+
+
+def test_a_closed_offload_says_so(scenarios, tmp_path):
+    args = offload_args(scenarios, tmp_path, "disk")
+
+    def check() -> None:
+        with scenarios.training(args) as (trainer, _):
+            offload = trainer_offload(args, trainer.model, trainer.optimizer)
+            offload.close()
+            for use in (offload.sleep, offload.wake_up):
+                with pytest.raises(OptstreamError, match="closed"):
+                    use()
 
     in_world(check)
 
