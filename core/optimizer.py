@@ -276,6 +276,8 @@ class StreamingAdamW(torch.optim.AdamW):
         self._seen[piece.entry] = _version(self._params[piece.entry])
 
 
-def _version(param: torch.nn.Parameter) -> tuple[int, int]:
-    """Differs once the values were written in place, or replaced by `param.data = ...`."""
-    return param._version, param.data_ptr()
+def _version(param: torch.nn.Parameter) -> tuple[int, int, int]:
+    """Differs once the values were written in place, or replaced by `param.data = ...`.
+
+    Not by its address: that is another one after a sleep, when the storage is the object that it was."""
+    return param._version, param.untyped_storage()._cdata, param.storage_offset()

@@ -71,6 +71,19 @@ APPLIES: dict[Kind, frozenset[Operation]] = {
 _FAULT = re.compile(r"(?P<kind>\w+)@(?P<operation>\w+)#(?P<nth>[1-9]\d*)(?P<sticky>\+?)")
 
 
+class Layer(StrEnum):
+    """Where faults strike. Around the backend every transfer is exact, so a short one is an error; in the
+    system calls below it, short and interrupted calls are everyday life, and nothing may come of them."""
+
+    AROUND = "around"
+    BELOW = "below"
+
+    @property
+    def harmless(self) -> frozenset[Kind]:
+        delays = frozenset({Kind.LATENCY, Kind.REORDER})
+        return delays if self is Layer.AROUND else delays | {Kind.EINTR, Kind.SHORT}
+
+
 @dataclass(frozen=True)
 class Fault:
     """`kind` at the `nth` (from 1) operation of that name; `sticky`: and at every one after it."""

@@ -1,12 +1,14 @@
 """One streamed optimizer's life on storage that fails, and the judgement of all that happens in it.
 
 Every operation of a `Life` is one that a user makes: construct, step, change hyperparameters, reload, save,
-load, close, and the ends that no program chooses: SIGKILL, and a power cut. Beside the streamed optimizer
-lives a plain AdamW in memory. After each operation one of these holds, or the `Verdict` says what does not:
+load, sleep, wake up, close, and the ends that no program chooses: SIGKILL, and a power cut. Beside the
+streamed optimizer lives a plain AdamW in memory. After each operation one of these holds, or the `Verdict`
+says what does not:
 
 - it succeeded, and parameters, main params, moments and step counts are the plain AdamW's to the last bit;
 - it raised a typed error, and a fault was injected that explains it. The optimizer then refuses to go on
-  until it is restored, and is what the checkpoint says once it is.
+  until it is restored, and is what the checkpoint says once it is. Asleep it refuses all that needs the
+  parameters, and is what it was once it is awake.
 
 What was injected is counted as detected (an error followed) or tolerated (the right bits followed).
 """
@@ -14,6 +16,7 @@ What was injected is counted as detected (an error followed) or tolerated (the r
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import random
@@ -22,8 +25,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,35 +37,27 @@ from optstream.backends.nvme import NvmeBackend
 from optstream.backends.reader import DirectoryReader
 from optstream.backends.system import System
 from optstream.core.config import StreamConfig
-from optstream.core.errors import PoisonedError
+from optstream.core.device_memory import ReleasedStorages
+from optstream.core.errors import AsleepError, PoisonedError
 from optstream.core.optimizer import StreamingAdamW
+from optstream.core.parking import DiskParking
 from optstream.core.publish import CheckpointDirectory
-from optstream.harness.fault_plan import FaultPlan, Injected, Injector, Kind, Operation
+from optstream.core.sleeper import Sleeper
+from optstream.harness.fault_plan import FaultPlan, Injected, Injector, Kind, Layer, Operation
 from optstream.harness.faults import FaultyBackend, SimulatedCrash
 from optstream.harness.faulty_system import FaultySystem
 from optstream.harness.reference import ReferenceAdamW, same_bits
+from optstream.harness.verdict import Verdict
 
 SCRATCH, CHECKPOINT = "scratch", "checkpoint"
 # As short as isolation allows: fake filesystems take their time over every component of a path.
-SUBDIRECTORY = "optstream/life"
+SUBDIRECTORY, TRAINER = "optstream/life", "optstream/trainer"
+PARKING_BYTES = 1 << 16
 SIZES = (100, 60)
 DTYPES = (torch.float32, torch.bfloat16)
 SILENT = frozenset({Kind.LOST, Kind.TORN, Kind.MISDIRECTED, Kind.BIT_FLIP})
 # A load that meets a fault is tried again: the plan's next one may strike it too.
 LOADS_MAX = 5
-
-
-class Layer(StrEnum):
-    """Where faults strike. Around the backend every transfer is exact, so a short one is an error; in the
-    system calls below it, short and interrupted calls are everyday life, and nothing may come of them."""
-
-    AROUND = "around"
-    BELOW = "below"
-
-    @property
-    def harmless(self) -> frozenset[Kind]:
-        delays = frozenset({Kind.LATENCY, Kind.REORDER})
-        return delays if self is Layer.AROUND else delays | {Kind.EINTR, Kind.SHORT}
 
 
 @dataclass(frozen=True)
@@ -88,29 +82,6 @@ class Storage:
         return self.fake.open_descriptors() if self.fake is not None else len(os.listdir("/dev/fd"))
 
 
-@dataclass
-class Verdict:
-    """Of one life or, added up, of many. silent, leaks: a sentence each; all of them are bugs.
-
-    silent: other bits than the model's, or an error or a permission that nothing injected explains."""
-
-    operations: int = 0
-    injected: Counter[str] = field(default_factory=Counter)
-    detected: int = 0
-    tolerated: int = 0
-    recovered: int = 0
-    silent: list[str] = field(default_factory=list)
-    leaks: list[str] = field(default_factory=list)
-
-    def add(self, other: Verdict) -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
-
-    @property
-    def sound(self) -> bool:
-        return not self.silent and not self.leaks and self.detected + self.tolerated == self.injected.total()
-
-
 class Life:
     """A life on `storage` with the faults of `plan`. Operations may come in any order; each does nothing
     where it makes no sense, and says whether it succeeded.
@@ -132,6 +103,7 @@ class Life:
         self.verdict = Verdict()
         self.optimizer: StreamingAdamW | None = None
         self.reference: ReferenceAdamW | None = None
+        self._sleeper: Sleeper | None = None
         self._staged = staged
         self._config = StreamConfig(True, (storage.base,), **{"bucket_numel": 128, "depth": 2, **streaming})
         self._params: list[torch.nn.Parameter] = []
@@ -150,6 +122,10 @@ class Life:
     def failed(self) -> bool:
         """Whether the last operation failed: the state is not sure to be usable before a load."""
         return self._failed
+
+    @property
+    def asleep(self) -> bool:
+        return self._sleeper is not None and self._sleeper.is_asleep
 
     # ---- what users do -----------------------------------------------------------------------------------
 
@@ -179,6 +155,8 @@ class Life:
     def step(self) -> bool:
         if self.optimizer is None:
             return False
+        if self.asleep:
+            return self._must_refuse("step", self.optimizer.step, AsleepError)
         gradients = [torch.randn(p.shape, generator=self._generator()).to(p.dtype) for p in self._params]
         for param, gradient in zip(self._params, gradients, strict=True):
             param.grad = gradient
@@ -191,6 +169,8 @@ class Life:
         """New weights arrive from outside; main params start again from them."""
         if self.optimizer is None:
             return False
+        if self.asleep:
+            return self._must_refuse("reload", self.optimizer.reload_model_params, AsleepError)
         with torch.no_grad():
             for param in self._params:
                 param.copy_(torch.randn(param.shape, generator=self._generator()))
@@ -217,6 +197,8 @@ class Life:
             if background:
                 self.optimizer.wait_for_save()
 
+        if self.asleep:
+            return self._must_refuse("save", save, AsleepError)
         now = copy.deepcopy(self.reference)
         injected = len(self.injector.injected)
         if not self._change("save", save, poisons=False):
@@ -231,6 +213,9 @@ class Life:
         """Restores the checkpoint, trying again where that fails. Without one, starts a new life."""
         if self.optimizer is None:
             return False
+        if self.asleep:
+            load = functools.partial(self.optimizer.load_from, self._checkpoint)
+            return self._must_refuse("load", load, AsleepError)
         mends = self._failed
         if self._saved == [None]:
             return self._restart() if self._failed else False
@@ -253,9 +238,49 @@ class Life:
         self.verdict.recovered += mends
         return self._adopt(found)
 
+    def sleep(self) -> bool:
+        """Parameters and gradients go to a file of their own, beside the streamed state."""
+        if self.optimizer is None or self.asleep:
+            return False
+        tensors = [*self._params, *(param.grad for param in self._params if param.grad is not None)]
+
+        def sleep() -> None:
+            if self._sleeper is None:
+                parking = DiskParking(self._open(SCRATCH, TRAINER), chunk_bytes=PARKING_BYTES)
+                self._sleeper = Sleeper(parking, memory=ReleasedStorages())
+            self._sleeper.sleep(settled)
+
+        def settled() -> list[torch.Tensor]:
+            self.optimizer.streamer.leave_device()
+            return tensors
+
+        refuses = self._refuses
+        if self._change("sleep", sleep, poisons=False):
+            return True
+        if self.optimizer is not None and not refuses:
+            self._check_params("a sleep that failed")
+        return False
+
+    def wake_up(self) -> bool:
+        """Brings them back. What the disk has lost is gone, and known to be: a new life begins."""
+        if self.optimizer is None or not self.asleep:
+            return False
+        if self._attempt("wake", self._sleeper.wake_up):
+            return self._check_params("wake")
+        if self.optimizer is None:
+            return False  # Crashed meanwhile.
+        self.injector.armed = False
+        woken = self._attempt("wake again", self._sleeper.wake_up)
+        self.injector.armed = True
+        if woken:
+            return self._check_params("wake")
+        if not any(self._struck(each, SCRATCH, TRAINER) for each in self.injector.injected):
+            self.verdict.silent.append("a wake failed without a fault")
+        return self._restart()
+
     def read_back(self) -> bool:
         """Compares every value with the model's."""
-        if self.optimizer is None or self._failed:
+        if self.optimizer is None or self._failed or self.asleep:
             return False
         found: list[dict] = []
         if not self._change(
@@ -285,8 +310,8 @@ class Life:
         if self.optimizer is None:
             return False
         engine = weakref.ref(self.optimizer.streamer.engine)
-        closed = self._attempt("close", self.optimizer.close)
-        self.optimizer = None
+        closed = self._attempt("close", self._close_all)
+        self.optimizer = self._sleeper = None
         self._check_nothing_left("close")
         if engine() is not None:
             gc.collect()  # Tracebacks make cycles.
@@ -310,6 +335,8 @@ class Life:
         self.injector.armed = False
         if self.optimizer is None and self._saved != [None]:
             self.construct()
+        self.wake_up()
+        self.injector.armed = False
         if self._failed:
             self.load()
             self.injector.armed = False
@@ -336,16 +363,20 @@ class Life:
         self._refuses = poisons and self.optimizer is not None
         return False
 
-    def _must_refuse(self, what: str, call: Callable[[], object]) -> bool:
+    def _must_refuse(
+        self, what: str, call: Callable[[], object], expected: type[OptstreamError] = PoisonedError
+    ) -> bool:
         self.verdict.operations += 1
         try:
             call()
-        except PoisonedError:
+        except expected:
             return False
         except OptstreamError as error:
-            self.verdict.silent.append(f"{what} after a failure raised {type(error).__name__}: {error}")
+            self.verdict.silent.append(
+                f"{what} raised {type(error).__name__} where {expected.__name__} is due: {error}"
+            )
             return False
-        self.verdict.silent.append(f"{what} was not refused after a failure")
+        self.verdict.silent.append(f"{what} was not refused: {expected.__name__} is due")
         return False
 
     def _attempt(self, what: str, call: Callable[[], object]) -> bool:
@@ -382,7 +413,7 @@ class Life:
         known = self.injector.injected[self._settled :]
         self._settled += len(known)
         for each in known:
-            if each.fault.kind in SILENT and f"{os.sep}{CHECKPOINT}{os.sep}" in each.path:
+            if self._struck(each, CHECKPOINT):
                 self._suspect.append(each)
             elif detected and each.fault.kind not in self.layer.harmless:
                 self.verdict.detected += 1
@@ -391,19 +422,34 @@ class Life:
 
     def _bury(self) -> None:
         """The process that had the optimizer is gone; what of it is left in this one goes, too."""
-        optimizer, self.optimizer = self.optimizer, None
         self._refuses, self._failed = False, True
-        if optimizer is not None:
+        if self.optimizer is not None:
             with suppress(OptstreamError, SimulatedCrash):
-                optimizer.close()
+                self._close_all()
+        self.optimizer = self._sleeper = None
+
+    def _close_all(self) -> None:
+        try:
+            if self._sleeper is not None:
+                self._sleeper.close()
+        finally:
+            self.optimizer.close()
+
+    @staticmethod
+    def _struck(injected: Injected, *where: str) -> bool:
+        """Whether it may have changed, and told nobody, what is stored below `where`."""
+        return injected.fault.kind in SILENT and f"{os.sep}{os.path.join(*where)}{os.sep}" in injected.path
 
     def _die(self, end: Callable[[FakeSystem], None]) -> bool:
         if self.optimizer is None or self.storage.fake is None:
             return False
         self.verdict.operations += 1
-        optimizer, self.optimizer = self.optimizer, None
+        optimizer, sleeper = self.optimizer, self._sleeper
+        self.optimizer = self._sleeper = None
         engine = optimizer.streamer.engine
         optimizer.streamer._finalizer.detach()
+        if sleeper is not None:
+            sleeper._finalizer.detach()
         with suppress(OptstreamError, SimulatedCrash):
             engine.close()
         self._settle(detected=True)

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from optstream.backends.errors import StorageWarning
 from optstream.backends.fake_system import FakeSystem
 from optstream.backends.system import System
-from optstream.harness.fault_plan import FaultPlan, Kind, Operation
-from optstream.harness.life import Layer, Life, Storage, Verdict
+from optstream.harness.fault_plan import FaultPlan, Kind, Layer, Operation
+from optstream.harness.life import Life, Storage
+from optstream.harness.verdict import Verdict
 
 # No life takes a fraction of this, however slow the machine; who waits longer waits for ever.
 HANG_S = 300.0
@@ -44,6 +45,7 @@ ACTIONS: dict[str, int] = {
     "reload": 1,
     "read_back": 2,
     "claim_again": 1,
+    "sleep": 1,
     "kill": 1,
     "cut_power": 1,
     "close": 1,
@@ -201,9 +203,11 @@ def judge(life: Life, actions: Callable[[], None]) -> Verdict:
 
 
 def act(life: Life, rng: random.Random) -> None:
-    """One random operation. After a failure mostly the way out, sometimes what must be refused."""
+    """One random operation. Asleep or after a failure mostly the way out, else what must be refused."""
     if life.optimizer is None:
         life.construct()
+    elif life.asleep and rng.random() < 0.7:
+        life.wake_up()
     elif life.failed and rng.random() < 0.7:
         life.load()
     elif rng.random() < 0.1:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 
-from optstream.harness.fault_plan import FaultPlan, Kind, Operation, sweep
-from optstream.harness.life import Layer
+from optstream.harness.fault_plan import FaultPlan, Kind, Layer, Operation, sweep
 
 # What can strike live files, by layer.
 CASES: dict[Layer, list[tuple[Kind, Operation]]] = {

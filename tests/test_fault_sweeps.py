@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from optstream.backends.fake import FakeSystem
+from optstream.harness.fault_plan import Layer
 from optstream.harness.faults import FaultPlan, Kind, Operation
-from optstream.harness.life import Layer, Life, Storage
+from optstream.harness.life import Life, Storage
 from optstream.harness.sweeps import CASES, once_and_from_then_on, strike_each
 
 PASSES_MAX = 2000

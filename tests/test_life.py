@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 )
 
 from optstream.backends.fake import FakeSystem
-from optstream.harness.fault_plan import APPLIES, Fault, FaultPlan, Kind
-from optstream.harness.life import Layer, Life, Storage
+from optstream.harness.fault_plan import APPLIES, Fault, FaultPlan, Kind, Layer
+from optstream.harness.life import Life, Storage
 
 # Below the backend, what only a backend's wrapper can do cannot happen; a reordering is a delay.
 KINDS = {
@@ -110,6 +110,16 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def read_back(self) -> None:
         self.life.read_back()
+
+    @precondition(lambda self: self.life.optimizer is not None)
+    @rule()
+    def sleep(self) -> None:
+        self.life.sleep()
+
+    @precondition(lambda self: self.life.asleep)
+    @rule()
+    def wake_up(self) -> None:
+        self.life.wake_up()
 
     @precondition(lambda self: self.life.optimizer is not None)
     @rule(how=st.sampled_from(["close", "kill", "cut_power"]))

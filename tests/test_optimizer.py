@@ -23,8 +23,10 @@ from optstream.backends.fake import FakeSystem
 from optstream.backends.interface import Backend
 from optstream.backends.nvme import NvmeBackend
 from optstream.core.config import StreamConfig
-from optstream.core.errors import OptstreamError, PoisonedError, UnsupportedError
+from optstream.core.errors import AsleepError, OptstreamError, PoisonedError, UnsupportedError
 from optstream.core.optimizer import StreamingAdamW
+from optstream.core.parking import HostParking
+from optstream.core.sleeper import Sleeper
 from optstream.harness.faults import FaultPlan, FaultyBackend, Kind, Operation
 
 pytestmark = pytest.mark.unit
@@ -519,6 +521,35 @@ def test_a_reload_on_request_takes_all():
             both.resident.main_of[twin].data.copy_(twin.data)
         both.streamed.reload_model_params()
         both.step(2)
+        both.check()
+
+
+def test_new_data_elsewhere_in_the_same_storage_is_seen():
+    storage = torch.randn(6000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    params = parameters([3000], [torch.bfloat16])
+    params[0].data = storage[:3000]
+    with pair([{"params": params}]) as both:
+        both.step(1)
+        params[0].data = storage[3000:]
+        both.twins[0].data = storage[3000:].clone()
+        both.resident.main_of[both.twins[0]].data.copy_(storage[3000:])
+        both.step(2)
+        both.check()
+
+
+def test_a_sleep_is_no_outside_change():
+    """Awake again, the values are where they never were, and what they were."""
+    params = parameters([300, 3000], [torch.bfloat16] * 2)
+    sleeper = Sleeper(HostParking())
+    with pair([{"params": params}]) as both:
+        for step in range(3):
+            both.step(step)
+            keep_addresses_apart = [torch.empty_like(param) for param in params]
+            sleeper.sleep(lambda: params)
+            with pytest.raises(AsleepError):
+                both.streamed.step()
+            sleeper.wake_up()
+            del keep_addresses_apart
         both.check()
 
 

@@ -17,9 +17,9 @@ from optstream.backends.nvme import NvmeBackend
 from optstream.core.device_memory import Parked, ReleasedStorages
 from optstream.core.errors import CorruptionError
 from optstream.core.parking import DiskParking
+from optstream.harness.fault_plan import Layer
 from optstream.harness.faults import FaultPlan, FaultyBackend, Injector, Kind
 from optstream.harness.faulty_system import FaultySystem
-from optstream.harness.life import Layer
 from optstream.harness.sweeps import once_and_from_then_on, strike_each
 
 pytestmark = pytest.mark.unit
